@@ -1,0 +1,91 @@
+"""Train language models larger than memory, at full precision, on one machine, from a notebook.
+
+Start with ``mt.init(offload_dir=...)``, then ``mt.Trainer`` or ``mt.wrap``; in a notebook
+``%load_ext megatrain_nb`` and ``%megatrain help``.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from megatrain_nb.errors import (
+    ArgumentError,
+    BudgetError,
+    ChecksumError,
+    MegatrainError,
+    ModelError,
+    SessionError,
+    StoreError,
+)
+
+if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    from megatrain_nb.runtime.callbacks import Callback, StepResult
+    from megatrain_nb.runtime.export import save_pretrained
+    from megatrain_nb.runtime.load import from_config
+    from megatrain_nb.runtime.session import Session, current_session, init
+    from megatrain_nb.runtime.trainer import Trainer
+    from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
+
+__version__ = "0.1.0"
+
+# Importing this package costs milliseconds: torch and numba come with the first name used.
+_LAZY = {
+    "Callback": "runtime.callbacks",
+    "Session": "runtime.session",
+    "StepResult": "runtime.callbacks",
+    "Trainer": "runtime.trainer",
+    "current_session": "runtime.session",
+    "from_config": "runtime.load",
+    "init": "runtime.session",
+    "save_pretrained": "runtime.export",
+    "train_step": "runtime.wrap",
+    "unwrap": "runtime.wrap",
+    "wrap": "runtime.wrap",
+}
+
+__all__ = [
+    "ArgumentError",
+    "BudgetError",
+    "Callback",
+    "ChecksumError",
+    "MegatrainError",
+    "ModelError",
+    "Session",
+    "SessionError",
+    "StepResult",
+    "StoreError",
+    "Trainer",
+    "current_session",
+    "from_config",
+    "init",
+    "save_pretrained",
+    "train_step",
+    "unwrap",
+    "wrap",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+    value = getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+def load_ipython_extension(shell: InteractiveShell) -> None:
+    """Make ``%megatrain`` and ``%%megatrain`` known to this shell (``%load_ext``)."""
+    import_module(f"{__name__}.notebook.magics").load(shell)
+
+
+def unload_ipython_extension(shell: InteractiveShell) -> None:
+    """Remove everything that loading the extension added."""
+    import_module(f"{__name__}.notebook.magics").unload(shell)

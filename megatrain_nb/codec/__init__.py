@@ -1,0 +1,1 @@
+"""Arrays to bytes and back: the codecs that optimizer states are stored with."""

@@ -1,0 +1,147 @@
+"""The one numba decorator, its cache, and a word to the user when it compiles."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+logger = logging.getLogger("megatrain_nb")
+
+on_compile: list[Callable[[str], None]] = []
+"""Called with one line of text when a kernel is compiled, not when it is loaded."""
+
+_lock = threading.Lock()
+
+
+def kernel(function: Function) -> Function:
+    """Compile a function over arrays, once per machine, without the GIL.
+
+    Rounding is that of the source: fastmath stays off, so nothing is contracted,
+    reordered or flushed to zero. With ``NUMBA_DISABLE_JIT=1`` the function comes
+    back unchanged.
+
+    Notes
+    -----
+    Machine code is kept next to the source file or, where that is not writable, in
+    the user's cache directory; ``MEGATRAIN_CACHE_DIR`` names another place. A cache
+    that cannot be read or written costs a compilation, never an error. An edit of
+    any ``kernels.py`` of this package is an edit of every kernel, since kernels may
+    call each other across files.
+    """
+    compiled = _numba().njit(
+        nogil=True, fastmath=False, error_model="numpy", boundscheck=False
+    )(function)
+    if compiled is not function:
+        _listen()
+        _keep(compiled)
+    return cast("Function", compiled)
+
+
+def compiling(what: str) -> None:
+    """Tell the log and the notebook that a compilation starts."""
+    text = f"Compiling the {what} for this machine (once; then it is kept)"
+    logger.info(text)
+    for tell in on_compile:
+        try:
+            tell(text)
+        except Exception:
+            logger.exception("on_compile hook %r failed", tell)
+
+
+def _keep(dispatcher: Any) -> None:
+    """Give a dispatcher a cache on disk that never raises."""
+    try:
+        with _lock, _cache_directory():
+            dispatcher._cache = _tolerant_cache()(dispatcher.py_func)
+    except (RuntimeError, OSError) as error:
+        logger.warning("no writable directory for compiled kernels: %r", error)
+
+
+@cache
+def _tolerant_cache() -> type[Any]:
+    base: Any = _numba("core.caching").FunctionCache
+
+    class TolerantCache(base):  # type: ignore[misc]
+        def load_overload(self, sig: object, target_context: object) -> object:
+            try:
+                return super().load_overload(sig, target_context)
+            except Exception as error:  # a broken pickle raises anything
+                logger.warning("kernel cache not readable, compiling: %r", error)
+                return None
+
+        def save_overload(self, sig: object, data: object) -> None:
+            try:
+                super().save_overload(sig, data)
+            except Exception:  # as above; then start from an empty index
+                self._save_alone(sig, data)
+
+        def _save_alone(self, sig: object, data: object) -> None:
+            try:
+                self.flush()
+                super().save_overload(sig, data)
+            except Exception as error:
+                logger.warning("kernel cache not writable, not kept: %r", error)
+
+        def _index_key(self, sig: object, codegen: object) -> tuple[object, ...]:
+            return (*super()._index_key(sig, codegen), _source_digest())
+
+    return TolerantCache
+
+
+@contextmanager
+def _cache_directory() -> Iterator[None]:
+    """Point numba to MEGATRAIN_CACHE_DIR while it decides where a kernel is kept."""
+    chosen = os.environ.get("MEGATRAIN_CACHE_DIR")
+    config = _numba().config
+    before = config.CACHE_DIR
+    if chosen:
+        config.CACHE_DIR = chosen
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
+
+
+@cache
+def _source_digest() -> str:
+    package = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted([Path(__file__), *package.rglob("kernels.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _listen() -> None:
+    """Call `compiling` whenever numba starts on a kernel of this package."""
+    events = _numba("core.event")
+    base: Any = events.Listener
+
+    class Compilations(base):  # type: ignore[misc]
+        depth = 0  # kernels inside kernels are one compilation to a person
+
+        def on_start(self, event: Any) -> None:
+            function = event.data["dispatcher"].py_func
+            if self.depth == 0 and function.__module__.startswith("megatrain_nb."):
+                compiling(f"{function.__name__} kernel")
+            self.depth += 1
+
+        def on_end(self, event: Any) -> None:  # noqa: ARG002
+            self.depth -= 1
+
+    events.register("numba:compile", Compilations())
+
+
+def _numba(module: str = "") -> Any:
+    # Late, since it takes a second; untyped, since numba's types change by version.
+    return import_module(f"numba.{module}".rstrip("."))

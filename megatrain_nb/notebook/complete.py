@@ -1,0 +1,78 @@
+"""Tab completion of ``%megatrain`` and ``%%megatrain`` lines."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from IPython.core.completer import (
+    SimpleCompletion,
+    SimpleMatcherResult,
+    context_matcher,
+)
+
+from megatrain_nb.notebook.parser import COMMANDS, options_of
+
+if TYPE_CHECKING:
+    from IPython.core.completer import CompletionContext
+
+_LINE = re.compile(r"\s*(?:[\w, ]+=\s*)?(%%?)megatrain\s+(.*)")
+_LAST_WORD = re.compile(r"(?:\\.|[^\s\\])*$")
+
+
+@context_matcher()  # type: ignore[untyped-decorator]
+def match(context: CompletionContext) -> SimpleMatcherResult:
+    """Complete commands, options, and directories after ``--offload-dir``."""
+    line = context.full_text.split("\n")[context.cursor_line]
+    found = _LINE.fullmatch(line[: context.cursor_position])
+    if found is None:
+        return SimpleMatcherResult(completions=[])
+    word, candidates = candidates_for(found[2], whole_cell=found[1] == "%%")
+    return SimpleMatcherResult(
+        completions=[SimpleCompletion(text=text, type="magic") for text in candidates],
+        matched_fragment=word,
+        suppress=True,
+    )
+
+
+def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[str]]:
+    """Return the word being typed and what it may become.
+
+    Examples
+    --------
+    >>> candidates_for("st")
+    ('st', ['status'])
+    >>> candidates_for("init --offload-dir /tmp --max-r")
+    ('--max-r', ['--max-ram'])
+    """
+    last = _LAST_WORD.search(typed)
+    word = last[0] if last else ""
+    before = typed[: len(typed) - len(word)].split()
+    if whole_cell:
+        choices = [] if before else ["train"]
+    elif not before:
+        choices = list(COMMANDS)
+    elif before[-1] == "--offload-dir":
+        return word, _directories(word)
+    elif before[-1] == "--device":
+        choices = ["cpu", "cuda"]
+    elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
+        choices = []
+    else:
+        choices = [name for name in options_of(before[0]) if name not in before]
+    return word, [choice for choice in choices if choice.startswith(word)]
+
+
+def _directories(word: str) -> list[str]:
+    typed = word.replace("\\ ", " ")
+    head = typed[: typed.rfind("/") + 1]
+    try:
+        entries = sorted(Path(head or ".").expanduser().iterdir())
+        names = [entry.name for entry in entries if entry.is_dir()]
+    except OSError:
+        return []
+    stem = typed[len(head) :]
+    wanted = [name for name in names if name.startswith(stem)]
+    shown = [name for name in wanted if stem or not name.startswith(".")]
+    return [f"{head}{name}/".replace(" ", "\\ ") for name in shown]

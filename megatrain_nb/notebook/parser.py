@@ -1,0 +1,175 @@
+"""What may be written after ``%megatrain``, and the help that says so."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shlex
+from typing import Any, NoReturn
+
+from IPython.core.error import UsageError
+
+from megatrain_nb.errors import ArgumentError
+from megatrain_nb.units import parse_size
+
+NO_SESSION = "no session is open; open one: %megatrain init --offload-dir DIR"
+
+_EXAMPLE = """\
+Example, three cells:
+
+  %load_ext megatrain_nb
+  %megatrain init --offload-dir /nvme/run1 --max-ram 24GB
+
+  import megatrain_nb as mt
+  trainer = mt.Trainer(model=model, args=args, train_dataset=dataset)
+
+  %%megatrain
+  trainer.train()
+
+The last cell shows step, loss, speed and memory while it runs; the kernel answers meanwhile.
+Interrupting the kernel stops it with the model as after the last whole step.
+`%megatrain COMMAND --help` says more; `x = %megatrain status` keeps the result."""
+
+
+class HelpAsked(Exception):  # noqa: N818 - not an error: the text is what was asked for
+    """``--help`` was given; the message is the help text."""
+
+
+class _ShowHelp(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        raise HelpAsked(parser.format_help().rstrip())
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(
+            add_help=False,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **options,
+        )
+        self.add_argument(
+            "-h", "--help", nargs=0, action=_ShowHelp, help="show this help"
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
+def parse_line(line: str) -> argparse.Namespace:
+    """Return the arguments of a ``%megatrain`` line; ``command`` names the subcommand.
+
+    Raises
+    ------
+    UsageError
+        In one line: what is wrong and what was probably meant.
+    HelpAsked
+        ``--help`` was among the arguments.
+    """
+    words = _split(line)
+    if not words or words[0] in ("-h", "--help"):
+        return argparse.Namespace(command="help")
+    command = words[0]
+    if command == "train":
+        msg = "train runs a whole cell: write %%megatrain on the cell's first line"
+        raise UsageError(msg)
+    if command not in COMMANDS:
+        msg = (
+            f"unknown command {command!r}{_nearest(command, list(COMMANDS))}; "
+            f"commands: {', '.join(COMMANDS)}"
+        )
+        raise UsageError(msg)
+    for word in words[1:]:
+        option = word.partition("=")[0]
+        if option.startswith("--") and option not in options_of(command):
+            msg = (
+                f"%megatrain {command} has no option {option!r}"
+                f"{_nearest(option, options_of(command))}; "
+                f"options: {', '.join(options_of(command))}"
+            )
+            raise UsageError(msg)
+    return COMMANDS[command].parse_args(words[1:], argparse.Namespace(command=command))
+
+
+def parse_cell_line(line: str) -> None:
+    """Check the first line of a ``%%megatrain`` cell; raises as ``parse_line`` does."""
+    words = _split(line)
+    if words and words[-1] in ("-h", "--help"):
+        raise HelpAsked(overview())
+    if words in ([], ["train"]):
+        return
+    msg = f"%%megatrain takes 'train' or nothing, not {' '.join(words)!r}"
+    if words[0] in COMMANDS:
+        msg += f"; for this command write %megatrain {words[0]} in a cell of its own"
+    raise UsageError(msg)
+
+
+def options_of(command: str) -> list[str]:
+    """Return the long options of a command, in the order of its help."""
+    actions = COMMANDS[command]._actions  # noqa: SLF001 - argparse has no public list
+    return [name for action in actions for name in action.option_strings if name[1] == "-"]
+
+
+def overview() -> str:
+    """Return the text of ``%megatrain help`` (and of ``%megatrain?``)."""
+    entries = [(f"%megatrain {name}", str(parser.description)) for name, parser in COMMANDS.items()]
+    entries.append(("%%megatrain [train]", "run the cell's training code and show its progress"))
+    width = max(len(entry[0]) for entry in entries)
+    lines = [f"  {usage:{width}}  {what}" for usage, what in entries]
+    head = "megatrain_nb trains language models larger than memory."
+    init = COMMANDS["init"].format_usage().removeprefix("usage: ").rstrip()
+    return "\n".join([head, "", *lines, "", init, "", _EXAMPLE])
+
+
+def _size(text: str) -> str:
+    try:
+        parse_size(text)
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("size=")) from None
+    return text
+
+
+def _commands() -> dict[str, _Parser]:
+    init = _Parser(
+        prog="%megatrain init",
+        description="open a session: the offload directory and the budgets",
+        epilog="SIZE is a number of GB (10^9 bytes) or text with a unit: 24GiB, 800MB.",
+    )
+    init.add_argument(
+        "--offload-dir",
+        required=True,
+        metavar="DIR",
+        help="where weights and optimizer states live, best on NVMe; made if missing",
+    )
+    for tier, what in (
+        ("ram", "host memory: pools, resident tiles, gradients, staging"),
+        ("vram", "device memory"),
+        ("disk", "the offload directory"),
+    ):
+        init.add_argument(
+            f"--max-{tier}", type=_size, metavar="SIZE", help=f"budget for {what}"
+        )
+    init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
+    status = "show bytes per tier and the last step's times; returns the Status"
+    return {
+        "init": init,
+        "status": _Parser(prog="%megatrain status", description=status),
+        "close": _Parser(prog="%megatrain close", description="close the session"),
+        "help": _Parser(prog="%megatrain help", description="show this overview"),
+    }
+
+
+def _split(line: str) -> list[str]:
+    try:
+        return shlex.split(line.removesuffix(";"))
+    except ValueError as error:
+        msg = f"cannot read {line!r}: {str(error).lower()}"
+        raise UsageError(msg) from None
+
+
+def _nearest(word: str, known: list[str]) -> str:
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""
+
+
+COMMANDS = _commands()

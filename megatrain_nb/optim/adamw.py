@@ -1,0 +1,242 @@
+"""AdamW over flat arrays: segments, chunks and threads around the kernel."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from megatrain_nb.errors import ArgumentError, SessionError
+from megatrain_nb.optim.config import AdamWConfig, Scalars
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from megatrain_nb.optim.kernels import Array
+
+CHUNK = 128 * 1024
+"""Floats per kernel call: long against a call, short against a share of the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One parameter's place in the flat arrays, and how it is updated.
+
+    Attributes
+    ----------
+    start, stop
+        In elements. A parameter that is split over several segments must be cut at
+        multiples of 8 elements from its own start, else the numbers differ from
+        torch's in the last bit.
+    config
+        Hyper-parameters.
+    step
+        Which update this is; the first is 1.
+    """
+
+    start: int
+    stop: int
+    config: AdamWConfig
+    step: int
+
+
+class UpdateThreads:
+    """Threads that share an update; a context manager.
+
+    Parameters
+    ----------
+    num_threads
+        How many work at once, the caller included: 1 starts none. None takes the
+        physical cores this process may run on.
+
+    Notes
+    -----
+    Any thread may call `update` with these, several at a time. Close once.
+
+    Raises
+    ------
+    ArgumentError
+        Fewer than one thread.
+    """
+
+    num_threads: int
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        if num_threads is not None and num_threads < 1:
+            msg = f"num_threads={num_threads!r} is not usable; give 1 or more, or None"
+            raise ArgumentError(msg)
+        self.num_threads = num_threads or physical_cores()
+        self._closed = False
+        self._pool = (
+            ThreadPoolExecutor(self.num_threads - 1, "megatrain-update")
+            if self.num_threads > 1
+            else None
+        )
+
+    def run(self, work: deque[Chunk]) -> None:
+        """Do every piece of work, in any order; the first exception is raised."""
+        if self._closed:
+            msg = "these UpdateThreads are closed; make new ones"
+            raise SessionError(msg)
+        helpers = min(self.num_threads, len(work)) - 1
+        futures = []
+        if self._pool is not None and helpers > 0:
+            futures = [self._pool.submit(_drain, work) for _ in range(helpers)]
+        try:
+            _drain(work)
+        finally:
+            errors = [future.exception() for future in futures]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def close(self) -> None:
+        """Wait for the running work and end the threads; again is no error."""
+        self._closed = True
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+Chunk = tuple["Array", "Array", "Array", "Array", Scalars]
+
+
+def update(
+    param: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    grad: Array,
+    segments: Sequence[Segment],
+    *,
+    grad_scale: float = 1.0,
+    threads: UpdateThreads,
+) -> None:
+    """Apply AdamW to every segment, in place; elements in no segment stay untouched.
+
+    The bits do not depend on the number of threads.
+
+    Parameters
+    ----------
+    param, exp_avg, exp_avg_sq : float32, shape (N,), C-contiguous
+        Overwritten.
+    grad : float32, shape (N,), C-contiguous
+        Only read.
+    segments
+        Disjoint, in any order.
+    grad_scale
+        Factor on every gradient: the clip coefficient, 1.0 for none.
+    threads
+        Who does it.
+
+    Raises
+    ------
+    ArgumentError
+        An array of another kind or length, segments that overlap or run over; then
+        nothing has been changed.
+    SessionError
+        The threads are closed.
+    """
+    size = getattr(param, "size", 0)
+    _check_array("param", param, size)
+    _check_array("exp_avg", exp_avg, size)
+    _check_array("exp_avg_sq", exp_avg_sq, size)
+    _check_array("grad", grad, size)
+    for name, array in (
+        ("param", param),
+        ("exp_avg", exp_avg),
+        ("exp_avg_sq", exp_avg_sq),
+    ):
+        if not array.flags.writeable:
+            msg = f"{name} is read-only; AdamW updates it in place, so give a copy"
+            raise ArgumentError(msg)
+    _check_segments(segments, size)
+    work: deque[Chunk] = deque()
+    for segment in segments:
+        scalars = segment.config.scalars(segment.step, grad_scale)
+        for part in _cut(segment):
+            work.append(
+                (param[part], exp_avg[part], exp_avg_sq[part], grad[part], scalars)
+            )
+    threads.run(work)
+
+
+def warm_up() -> None:
+    """Compile the kernel or load it from the cache, so that no step waits for it."""
+    from megatrain_nb.optim import kernels  # noqa: PLC0415
+
+    zeros = np.zeros((4, 2 * kernels.LANES), np.float32)
+    kernels.adamw(zeros[0], zeros[1], zeros[2], zeros[3], AdamWConfig().scalars(1))
+
+
+def physical_cores() -> int:
+    """Return the number of physical cores that this process may run on."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    usable = os.sched_getaffinity(0)
+    siblings = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    try:
+        return len({Path(siblings.format(cpu)).read_text() for cpu in usable})
+    except OSError:
+        return len(usable)
+
+
+def _drain(work: deque[Chunk]) -> None:
+    from megatrain_nb.optim import kernels  # noqa: PLC0415
+
+    while True:
+        try:
+            chunk = work.popleft()
+        except IndexError:
+            return
+        try:
+            kernels.adamw(*chunk)
+        except BaseException:
+            work.clear()
+            raise
+
+
+def _cut(segment: Segment) -> Iterator[slice]:
+    # CHUNK is a multiple of kernels.LANES, so that only the last part has a tail.
+    for start in range(segment.start, segment.stop, CHUNK):
+        yield slice(start, min(start + CHUNK, segment.stop))
+
+
+def _check_array(name: str, array: object, size: int) -> None:
+    allowed = f"a C-contiguous float32 array of shape ({size},)"
+    if not isinstance(array, np.ndarray):
+        msg = f"{name} is a {type(array).__name__}; give {allowed}"
+        raise ArgumentError(msg)
+    if array.dtype != np.float32 or array.shape != (size,):
+        msg = f"{name} is {array.dtype} of shape {array.shape}; give {allowed}"
+        raise ArgumentError(msg)
+    if not array.flags.c_contiguous:
+        msg = f"{name} is not contiguous (strides {array.strides}); give {allowed}"
+        raise ArgumentError(msg)
+
+
+def _check_segments(segments: Sequence[Segment], size: int) -> None:
+    end = 0
+    for segment in sorted(segments, key=lambda s: (s.start, s.stop)):
+        if not 0 <= segment.start <= segment.stop <= size:
+            msg = (
+                f"segment {segment.start}:{segment.stop} is not within the arrays; "
+                f"give 0 <= start <= stop <= {size}"
+            )
+            raise ArgumentError(msg)
+        if segment.start < end:
+            msg = (
+                f"segment {segment.start}:{segment.stop} overlaps the one before it, "
+                f"which ends at {end}; give each element to one segment"
+            )
+            raise ArgumentError(msg)
+        end = segment.stop

@@ -1,0 +1,131 @@
+"""The AdamW kernel; importing this imports numba.
+
+[Note: torch's rounding]
+Bit for bit the numbers of torch.optim.AdamW(fused=True) and Adam(fused=True) on an
+x86 CPU, which rounds as follows (found by experiment, torch 2.13; fma rounds once):
+
+    grad' = fma(param, weight_decay, grad)            Adam only
+    param' = param * (1 - lr * weight_decay)          AdamW only
+    exp_avg' = fma(1 - beta1, grad' - exp_avg, exp_avg)
+               fma(-beta1, grad' - exp_avg, grad')    where 1 - beta1 >= 0.5
+    exp_avg_sq' = fma((1 - beta2) * grad', grad', exp_avg_sq * beta2)
+                  fma(exp_avg_sq, beta2, (1 - beta2) * grad' * grad')    in the tail
+    param'' = param' + (-step_size * exp_avg') / (sqrt(exp_avg_sq') / c + eps)
+
+with scalars rounded from float64 to float32 first. The tail is the last numel % 8
+elements of a tensor (8 floats are one AVX2 register; torch has no AVX-512 build of
+this kernel). An array cut at multiples of 8 therefore gives the same bits as the
+whole. Where the CPU has no fma, torch multiplies and adds, and so does this. Not
+tried on other architectures: there the last bit may differ, as it does when
+ATEN_CPU_CAPABILITY=default forbids torch the fma that the CPU has.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numba import types
+from numba.core import codegen
+from numba.extending import intrinsic, overload
+
+from megatrain_nb.jit import kernel
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from megatrain_nb.optim.config import Scalars
+
+    Array = NDArray[np.float32]
+
+LANES = 8
+"""Floats in one of torch's vectors: what follows the last full one is the tail."""
+
+_FEATURES: str = codegen.get_host_cpu_features()  # type: ignore[no-untyped-call]
+_X86 = platform.machine() in {"x86_64", "AMD64"}
+_FMA = not _X86 or "+fma" in _FEATURES.split(",")
+
+
+def fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
+    """Return a * b + c, rounded once; the plain twin of the instruction."""
+    if not _FMA:
+        return a * b + c
+    # The product is exact in float64. The sum is rounded to odd, so that rounding
+    # it again, to float32, gives what one rounding would have given.
+    product, addend = np.float64(a) * np.float64(b), np.float64(c)
+    total = product + addend
+    if np.isfinite(total):
+        shift = total - product
+        error = (product - (total - shift)) + (addend - shift)
+        if error != 0 and not total.view(np.int64) & 1:
+            total = np.nextafter(total, np.copysign(np.inf, error))
+    return np.float32(total)
+
+
+@intrinsic
+def _llvm_fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        if _FMA:
+            return builder.fma(*args)
+        return builder.fadd(builder.fmul(args[0], args[1]), args[2])
+
+    return types.float32(a, b, c), generate
+
+
+@overload(fma, strict=False)
+def _compiled_fma(a: Any, b: Any, c: Any) -> Any:
+    if (a, b, c) == (types.float32,) * 3:
+        return lambda a, b, c: _llvm_fma(a, b, c)  # type: ignore[call-arg]  # noqa: PLW0108
+    return None
+
+
+@kernel
+def _first_half(
+    p: np.float32, m: np.float32, g: np.float32, lerp: np.float32, scalars: Scalars
+) -> tuple[np.float32, np.float32, np.float32]:
+    """Return the decayed parameter, the new exp_avg and the gradient to square."""
+    g = g * scalars.grad_scale
+    if scalars.coupled:
+        g = fma(p, scalars.l2, g)
+    base = g if scalars.from_grad else m
+    return p * scalars.decay, fma(lerp, g - m, base), g
+
+
+@kernel
+def _second_half(
+    p: np.float32, m: np.float32, v: np.float32, scalars: Scalars
+) -> np.float32:
+    """Return the new parameter."""
+    denom = np.sqrt(v) / scalars.bias_correction2_sqrt + scalars.eps
+    return np.float32(p + scalars.minus_step_size * m / denom)
+
+
+@kernel
+def adamw(
+    param: Array, exp_avg: Array, exp_avg_sq: Array, grad: Array, scalars: Scalars
+) -> None:
+    """Update parameters and moments in place, in one pass.
+
+    Parameters
+    ----------
+    param, exp_avg, exp_avg_sq : float32, shape (N,), C-contiguous
+        Overwritten. A whole parameter, or a part of one that starts a multiple of
+        `LANES` after its start and ends so or at its end.
+    grad : float32, shape (N,), C-contiguous
+        Only read.
+    scalars
+        From ``AdamWConfig.scalars``.
+    """
+    size = param.size
+    body = size - size % LANES
+    lerp = scalars.lerp
+    for i in range(body):
+        p, m, g = _first_half(param[i], exp_avg[i], grad[i], lerp, scalars)
+        v = fma(scalars.one_minus_beta2 * g, g, exp_avg_sq[i] * scalars.beta2)
+        param[i], exp_avg[i], exp_avg_sq[i] = _second_half(p, m, v, scalars), m, v
+    lerp = scalars.lerp_tail
+    for i in range(body, size):
+        p, m, g = _first_half(param[i], exp_avg[i], grad[i], lerp, scalars)
+        v = fma(exp_avg_sq[i], scalars.beta2, scalars.one_minus_beta2 * g * g)
+        param[i], exp_avg[i], exp_avg_sq[i] = _second_half(p, m, v, scalars), m, v

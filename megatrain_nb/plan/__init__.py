@@ -1,0 +1,1 @@
+"""Pure arithmetic: what a model needs, in which order, and where each byte stays."""

@@ -1,0 +1,130 @@
+"""Bytes per tier: what must be in RAM to make progress, and what stays there to save traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatrain_nb.errors import BudgetError
+from megatrain_nb.plan.model import BYTES_PER_GRAD, BYTES_PER_STATES, BYTES_PER_WEIGHT, TILE_NUMEL
+from megatrain_nb.units import format_bytes
+
+if TYPE_CHECKING:
+    from megatrain_nb.plan.model import ModelSpec
+
+# Tiles of the optimizer's pipeline that are in RAM at once: one is read, one updated, one written.
+STEP_TILES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """Which packs stay in RAM, and the bytes that follow from it.
+
+    Attributes
+    ----------
+    weights, grads, states
+        Pack indices whose fp32 weights, pending gradients, moments stay in RAM.
+    resident_bytes
+        Bytes of those.
+    working_bytes
+        Bytes that stream: the block that computes, the next one, its gradient, the optimizer's tiles.
+    activation_bytes
+        Bytes set aside for what the model itself allocates.
+    disk_bytes
+        Bytes that live on disk.
+    """
+
+    weights: frozenset[int] = field(default_factory=frozenset)
+    grads: frozenset[int] = field(default_factory=frozenset)
+    states: frozenset[int] = field(default_factory=frozenset)
+    resident_bytes: int = 0
+    working_bytes: int = 0
+    activation_bytes: int = 0
+    disk_bytes: int = 0
+
+
+def working_bytes(spec: ModelSpec, *, tile_numel: int = TILE_NUMEL) -> int:
+    """Return the RAM, in bytes, that streaming needs when nothing is resident.
+
+    The larger of two moments: a block in backward beside the next one and its own gradient; or the
+    tiles of the optimizer's pipeline.
+    """
+    largest = max((spec.block_bytes(block.index) for block in spec.blocks), default=0)
+    tile = min(tile_numel, max((pack.numel for pack in spec.packs), default=0))
+    step = STEP_TILES * tile * (BYTES_PER_WEIGHT + BYTES_PER_GRAD + BYTES_PER_STATES)
+    return max(3 * largest, step)
+
+
+def plan_residency(
+    spec: ModelSpec,
+    *,
+    limit_bytes: int,
+    activation_bytes: int,
+    resident_bytes: int | None = None,
+    tile_numel: int = TILE_NUMEL,
+) -> Residency:
+    """Fill the RAM budget by value: bytes of traffic saved per byte kept.
+
+    Parameters
+    ----------
+    spec
+        The model.
+    limit_bytes
+        RAM budget in bytes.
+    activation_bytes
+        Bytes set aside for the model's own tensors.
+    resident_bytes
+        Keep at most this much in RAM, however large the budget is.
+    tile_numel
+        Elements of one tile.
+
+    Raises
+    ------
+    BudgetError
+        Not even streaming fits: says what is needed and what would help.
+
+    Notes
+    -----
+    A resident weight saves three reads and a write each step, a gradient or a moment one of each; so
+    weights come first, and within them the blocks that backward needs first. An access order that is
+    known leaves nothing for an eviction policy to guess: a cyclic scan through LRU would keep nothing.
+    """
+    all_packs = frozenset(range(len(spec.packs)))
+    if resident_bytes is None and spec.state_bytes + activation_bytes <= limit_bytes:
+        return Residency(
+            weights=all_packs,
+            grads=all_packs,
+            states=all_packs,
+            resident_bytes=spec.state_bytes,
+            activation_bytes=activation_bytes,
+        )
+    working = working_bytes(spec, tile_numel=tile_numel)
+    left = limit_bytes - working - activation_bytes
+    if left < 0:
+        largest = max(spec.blocks, key=lambda block: spec.block_bytes(block.index))
+        msg = (
+            f"max_ram_gb: {format_bytes(limit_bytes)} is too little for this model: streaming needs "
+            f"{format_bytes(working)} (largest block: {largest.name}, "
+            f"{format_bytes(spec.block_bytes(largest.index))}) and the activations "
+            f"{format_bytes(activation_bytes)}. Raise max_ram_gb to at least "
+            f"{format_bytes(working + activation_bytes)}, or shorten the sequence or the micro-batch"
+        )
+        raise BudgetError(msg)
+    allowed = left if resident_bytes is None else min(left, resident_bytes)
+    left = allowed
+    kept: dict[str, set[int]] = {"weights": set(), "grads": set(), "states": set()}
+    for what, unit in (("weights", BYTES_PER_WEIGHT), ("grads", BYTES_PER_GRAD), ("states", BYTES_PER_STATES)):
+        for pack in reversed(spec.packs):
+            if pack.numel * unit <= left:
+                left -= pack.numel * unit
+                kept[what].add(pack.index)
+    resident = allowed - left
+    return Residency(
+        weights=frozenset(kept["weights"]),
+        grads=frozenset(kept["grads"]),
+        states=frozenset(kept["states"]),
+        resident_bytes=resident,
+        working_bytes=working,
+        activation_bytes=activation_bytes,
+        disk_bytes=spec.state_bytes - resident,
+    )

@@ -1,0 +1,129 @@
+"""The schedule: the list of actions that the executor obeys, in order.
+
+An action prints as ``12:READ`` and parses back, so a schedule can be read, tested and compared as
+text. Which block comes next is known for a backward pass (the reverse of what ran) and predicted for
+a forward pass (what ran last time); a wrong prediction costs a replan, never a wrong number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from megatrain_nb.plan.model import ModelSpec
+
+
+class Kind(Enum):
+    """What an action does; the value is its text."""
+
+    READ = "READ"  # start to bring the block's weights into RAM
+    FORWARD = "FORWARD"  # all micro-batches of the window pass through the block
+    BACKWARD = "BACKWARD"  # the same, backwards; gradients land in RAM as they appear
+    FREE = "FREE"  # the block's weights may leave RAM
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a schedule.
+
+    Examples
+    --------
+    >>> str(Action(12, Kind.READ)), Action.parse("3:FORWARD")
+    ('12:READ', Action(block=3, kind=<Kind.FORWARD: 'FORWARD'>))
+    """
+
+    block: int
+    kind: Kind
+
+    def __str__(self) -> str:
+        return f"{self.block}:{self.kind}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Return the action that prints as ``text``."""
+        block, _, kind = text.partition(":")
+        return cls(int(block), Kind(kind))
+
+
+def to_text(actions: Iterable[Action]) -> str:
+    """Return the schedule as one line of text."""
+    return " ".join(map(str, actions))
+
+
+def from_text(text: str) -> list[Action]:
+    """Return the schedule that prints as ``text``."""
+    return [Action.parse(word) for word in text.split()]
+
+
+def make_schedule(spec: ModelSpec, order: Sequence[int], kind: Kind, *, depth: int = 1) -> list[Action]:
+    """Return the actions that let the blocks of ``order`` compute one after the other.
+
+    Parameters
+    ----------
+    spec
+        The model.
+    order
+        Block indices in the order in which they compute.
+    kind
+        ``Kind.FORWARD`` or ``Kind.BACKWARD``.
+    depth
+        How many blocks are read ahead of the one that computes.
+
+    Notes
+    -----
+    A block is freed once no block of the next ``depth`` places needs one of its packs; so tied weights
+    and a block that is used twice in a row stay.
+
+    Examples
+    --------
+    >>> from megatrain_nb.plan.model import BlockSpec, ModelSpec
+    >>> blocks = tuple(BlockSpec(index=i, name=str(i), packs=(i,)) for i in range(3))
+    >>> to_text(make_schedule(ModelSpec(blocks=blocks, packs=()), [0, 1, 2], Kind.FORWARD))
+    '0:READ 1:READ 0:FORWARD 0:FREE 2:READ 1:FORWARD 1:FREE 2:FORWARD 2:FREE'
+    """
+    actions: list[Action] = []
+    ahead: deque[int] = deque()
+    upcoming = iter(order)
+
+    while True:
+        while len(ahead) <= depth and (block := next(upcoming, None)) is not None:
+            ahead.append(block)
+            actions.append(Action(block, Kind.READ))
+        if not ahead:
+            return actions
+        block = ahead.popleft()
+        actions.append(Action(block, kind))
+        needed = {pack for later in ahead for pack in spec.blocks[later].packs}
+        if not needed & set(spec.blocks[block].packs):
+            actions.append(Action(block, Kind.FREE))
+
+
+def successors(learned: Sequence[int], block: int, after: int) -> list[int]:
+    """Return the blocks that followed ``block`` the last time, itself first.
+
+    Parameters
+    ----------
+    learned
+        The order of the last complete forward.
+    block
+        The block that computes now.
+    after
+        Position in ``learned`` that was reached; a later occurrence is preferred.
+
+    Examples
+    --------
+    >>> successors([0, 1, 2, 3], 2, after=1), successors([0, 1, 2, 3], 0, after=3), successors([0], 7, after=0)
+    ([2, 3], [0, 1, 2, 3], [7])
+    """
+    for start in (after, 0):
+        if block in learned[start:]:
+            return list(learned[learned.index(block, start) :])
+    return [block]

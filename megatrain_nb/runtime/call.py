@@ -1,0 +1,226 @@
+"""One call of one block: run it without keeping activations, run it again for its gradients.
+
+[Note: nothing is kept, nothing is lost] In forward a block runs with gradients on, but what autograd
+wants to save is thrown away: only the inputs stay, and backward runs the block again on them, with
+the same random numbers and autocast setting. A tensor that escapes from the first run by any other
+way than the outputs (a hook that stores it, say) still has its graph, and a gradient that reaches
+that graph raises an error that names the block: a lost gradient is never silent. Values that
+transformers' own recorder collects inside a block (router logits) are treated as outputs.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from megatrain_nb.errors import ModelError
+from megatrain_nb.runtime.tensor import source_of
+from megatrain_nb.runtime.threadstate import Autocast, get_rng, set_rng
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from megatrain_nb.runtime.layers import Block
+
+_RECORDER = "transformers.utils.output_capturing"
+_HERE = object()  # marks the place of a tensor in a block's result
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+class BlockCall:
+    """One call of one block by one micro-batch.
+
+    Parameters
+    ----------
+    block
+        The block; its weights must be bound during `run` and `backward`.
+    args, kwargs
+        As the model calls it.
+    device
+        Whose random state counts, beside the CPU's.
+
+    Attributes
+    ----------
+    tracked
+        The input tensors that want a gradient.
+    outputs
+        After `run`: detached output tensors, recorded ones last; those that had a graph require grad.
+    saved_bytes
+        After `run`: what autograd would have kept, in bytes.
+    """
+
+    def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+        self.block = block
+        self._inputs, self._structure = pytree.tree_flatten((args, kwargs))
+        self._device = device
+        self._autocast = Autocast.current(device)
+        self.tracked = [x for x in self._inputs if isinstance(x, Tensor) and x.requires_grad]
+        self.outputs: list[Tensor] = []
+        self.saved_bytes = 0
+        self._result: Any = None
+        self._rng: list[Tensor] = []
+        self._collector = _active_collector()
+        self._collected = {key: len(x) for key, x in (self._collector or {}).items() if isinstance(x, list)}
+        self._recorded_counts: dict[str, int] = {}
+        self._kept: tuple[list[Tensor], list[Tensor]] | None = None
+        self._check_inputs()
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the input tensors that stay for backward."""
+        return sum(x.nbytes for x in self.tracked)
+
+    def run(self, *, keep: bool) -> None:
+        """Run the block; `outputs` are there afterwards.
+
+        Parameters
+        ----------
+        keep
+            Keep the activations, because backward comes next and the weights stay bound till then.
+        """
+        self._rng = get_rng(self._device)
+        versions = [x._version for x in self._inputs if isinstance(x, Tensor)]
+        if keep:
+            result, tensors, fresh = self._compute()
+            self._kept = (tensors, fresh)
+        else:
+            with torch.autograd.graph.saved_tensors_hooks(self._discard, self._refuse):
+                result, tensors, fresh = self._compute()
+            self._guard(fresh)
+        if versions != [x._version for x in self._inputs if isinstance(x, Tensor)]:
+            msg = f"{self.block.name} changes its inputs in place, so it cannot be run again for its gradients"
+            raise ModelError(msg)
+        self._result = pytree.tree_map_only(Tensor, lambda _: _HERE, result)
+        for value in pytree.tree_leaves(self._result):
+            self._check_output(value)
+        self.outputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+
+    def result(self, outputs: Sequence[Tensor]) -> Any:
+        """Return what the block returned, with ``outputs`` in the place of its own tensors.
+
+        The recorded ones among them go where transformers' recorder would have put them.
+        """
+        remaining = iter(outputs)
+        returned = pytree.tree_map(lambda x: next(remaining) if x is _HERE else x, self._result)
+        for key, count in self._recorded_counts.items():
+            assert self._collector is not None
+            self._collector[key].extend(next(remaining) for _ in range(count))
+        self._result = None
+        return returned
+
+    def forget(self) -> None:
+        """Give up kept activations: the weights they were computed with are about to leave."""
+        self._kept = None
+
+    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Send the outputs' gradients through the block; parameter gradients land in their ``.grad``.
+
+        Parameters
+        ----------
+        grads
+            One for each of `outputs`, None where there is none.
+
+        Returns
+        -------
+        list
+            The gradient of each of `tracked`.
+        """
+        if self._kept is None:
+            before = get_rng(self._device)
+            set_rng(self._device, self._rng)
+            try:
+                _, tensors, fresh = self._compute()
+            finally:
+                set_rng(self._device, before)
+            if len(tensors) != len(self.outputs):
+                msg = f"{self.block.name} returned {len(self.outputs)} tensors, then {len(tensors)} for the same inputs"
+                raise ModelError(msg)
+        else:
+            (tensors, fresh), self._kept = self._kept, None
+        pairs = [(x, g) for x, g in zip(tensors, grads, strict=True) if g is not None and x.requires_grad]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+        return [x.grad for x in fresh]
+
+    # -- inside ---------------------------------------------------------------------------------------
+
+    def _compute(self) -> tuple[Any, list[Tensor], list[Tensor]]:
+        fresh: list[Tensor] = []
+        leaves = list(self._inputs)
+        for index, value in enumerate(leaves):
+            if isinstance(value, Tensor) and value.requires_grad:
+                leaves[index] = value.detach().requires_grad_()
+                fresh.append(leaves[index])
+        args, kwargs = pytree.tree_unflatten(leaves, self._structure)
+        with torch.enable_grad(), self._autocast.applied(), self._recording() as recorded:
+            result = self.block.forward(*args, **kwargs)
+        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        return result, tensors + [x for values in recorded.values() for x in values], fresh
+
+    @contextmanager
+    def _recording(self) -> Iterator[dict[str, list[Tensor]]]:
+        """Collect apart what transformers' output recorder collects inside the block."""
+        recorded: dict[str, list[Tensor]] = {}
+        if self._collector is None:
+            yield recorded
+            return
+        # Lists as long as they were at the call: what is collected may depend on the position.
+        inner = dict(self._collector) | {key: [None] * count for key, count in self._collected.items()}
+        variable = sys.modules[_RECORDER]._active_collector
+        token = variable.set(inner)
+        try:
+            yield recorded
+        finally:
+            variable.reset(token)
+        for key, count in self._collected.items():
+            recorded[key] = [x for x in inner[key][count:] if isinstance(x, Tensor)]
+        self._recorded_counts = {key: len(values) for key, values in recorded.items()}
+
+    def _discard(self, tensor: Tensor) -> None:
+        self.saved_bytes += tensor.nbytes
+
+    def _refuse(self, _: None) -> Tensor:
+        msg = (
+            f"a tensor computed inside {self.block.name} is used outside it by another way than the block's output "
+            "(a hook or an attribute), and a gradient reached it: it would be lost. Return it from the block's forward"
+        )
+        raise ModelError(msg)
+
+    def _guard(self, fresh: list[Tensor]) -> None:
+        for tensor in fresh:
+            tensor.register_hook(lambda _: self._refuse(None))
+
+    def _check_inputs(self) -> None:
+        for value in self._inputs:
+            if isinstance(value, Tensor):
+                if source_of(value) is not None:
+                    msg = f"{self.block.name} is given the parameter {source_of(value).name} as an argument; its gradient would be lost"  # type: ignore[union-attr]  # noqa: E501
+                    raise ModelError(msg)
+            elif not isinstance(value, _PLAIN) and hasattr(value, "update") and hasattr(value, "get_seq_length"):
+                msg = f"{self.block.name} is given a key-value cache while training; call the model with use_cache=False"
+                raise ModelError(msg)
+
+    def _check_output(self, value: Any) -> None:
+        if isinstance(value, _PLAIN) or not _holds_graph(value):
+            return
+        msg = (
+            f"{self.block.name} returns a {type(value).__name__} that holds tensors with gradients; "
+            "return the tensors themselves, in a tuple or a dict"
+        )
+        raise ModelError(msg)
+
+
+def _holds_graph(value: Any) -> bool:
+    inner = vars(value).values() if hasattr(value, "__dict__") else ()
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inner)
+
+
+def _active_collector() -> dict[str, Any] | None:
+    """Return what transformers' output recorder fills at this moment, if it is at work."""
+    variable = getattr(sys.modules.get(_RECORDER), "_active_collector", None)
+    return variable.get() if variable is not None else None

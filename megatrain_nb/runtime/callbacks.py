@@ -1,0 +1,67 @@
+"""The only way out of the runtime: what it did, told to whoever listens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatrain_nb.plan.timeline import Span
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step, as numbers.
+
+    Attributes
+    ----------
+    step
+        1 for the first optimizer step of the session's model.
+    loss
+        The window's loss, normalised by its valid tokens; NaN if the caller drove backward itself.
+    grad_norm
+        Total 2-norm of the gradients before clipping.
+    tokens
+        Valid tokens of the window (label not -100); 0 if unknown.
+    seconds
+        Wall seconds by cause: ``compute``, ``wait`` (for disk), ``update`` (optimizer), ``other``;
+        their sum is the step's wall time.
+    read_bytes, written_bytes
+        Bytes moved between RAM and disk in this step.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    @property
+    def total_seconds(self) -> float:
+        """Wall seconds of the whole step."""
+        return sum(self.seconds.values())
+
+
+class Callback:
+    """Base class of listeners; every method does nothing until it is overridden.
+
+    Notes
+    -----
+    ``on_span`` is called from the training thread and from I/O threads, often: keep it short and
+    thread-safe. The others are called from the training thread. Register with
+    ``session.callbacks.append(...)``.
+    """
+
+    def on_train_begin(self, total_steps: int | None) -> None:
+        """Training starts; ``total_steps`` is None where it is not known (a plain loop)."""
+
+    def on_span(self, span: Span) -> None:
+        """The runtime finished one action."""
+
+    def on_step_end(self, result: StepResult) -> None:
+        """One optimizer step is complete and consistent."""
+
+    def on_train_end(self) -> None:
+        """Training ended, was interrupted or failed."""

@@ -1,0 +1,140 @@
+"""Where blocks compute: in place on host memory, or on copies in slots of another memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain_nb.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Device(Protocol):
+    """The whole difference between a CPU and an accelerator, for the runtime."""
+
+    torch_device: torch.device
+
+    def onload(self, host: NDArray[np.float32]) -> Tensor:
+        """Return a pack's flat weights, float32 (numel,), where the block computes."""
+
+    def release(self, flat: Tensor) -> None:
+        """End the use of what ``onload`` returned; the memory may be reused."""
+
+    def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:
+        """Return where gradients may accumulate in place, or None if they must be offloaded."""
+
+    def used_bytes(self) -> int:
+        """Device memory held for slots, in bytes; 0 where it is the host's."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+class HostDevice:
+    """The CPU: a block computes on the very bytes that were read, without a second copy."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def onload(self, host: NDArray[np.float32]) -> Tensor:
+        """Return a view of the host memory."""
+        return torch.from_numpy(host)
+
+    def release(self, flat: Tensor) -> None:
+        """Nothing to give back: the slab belongs to the pager."""
+
+    def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:
+        """Gradients accumulate where they will be read."""
+        return torch.from_numpy(host)
+
+    def used_bytes(self) -> int:
+        """No memory beside the host's."""
+        return 0
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class SlotDevice:
+    """A device with its own memory: packs are copied into slots, gradients copied out.
+
+    Slots are kept and reused by size. ``SlotDevice(torch.device("cpu"))`` is the twin that runs the
+    same code, separate copies included, where there is no accelerator.
+    """
+
+    def __init__(self, torch_device: torch.device, *, max_bytes: int | None = None) -> None:
+        self.torch_device = torch_device
+        self._max_bytes = max_bytes
+        self._free: dict[int, list[Tensor]] = {}
+        self._used_bytes = 0
+
+    def onload(self, host: NDArray[np.float32]) -> Tensor:
+        """Copy a pack into a slot.
+
+        Raises
+        ------
+        ArgumentError
+            The slots would exceed ``max_vram_gb``.
+        """
+        free = self._free.get(host.size)
+        slot = free.pop() if free else self._new_slot(host.size)
+        # A blocking copy: the host memory may be reused as soon as this returns.
+        slot.copy_(torch.from_numpy(host))
+        return slot
+
+    def _new_slot(self, numel: int) -> Tensor:
+        nbytes = numel * 4
+        while self._max_bytes is not None and self._used_bytes + nbytes > self._max_bytes:
+            size = next((size for size, slots in self._free.items() if slots), None)
+            if size is None:
+                msg = (
+                    f"max_vram_gb={self._max_bytes / 1e9:.3g}: {self._used_bytes / 1e9:.3g} GB of slots are in "
+                    f"use and a block of {nbytes / 1e9:.3g} GB is next; raise max_vram_gb"
+                )
+                raise ArgumentError(msg)
+            self._free[size].pop()
+            self._used_bytes -= size * 4
+        self._used_bytes += nbytes
+        return torch.empty(numel, dtype=torch.float32, device=self.torch_device)
+
+    def release(self, flat: Tensor) -> None:
+        """Put the slot back for the next pack of its size."""
+        self._free.setdefault(flat.numel(), []).append(flat)
+
+    def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:  # noqa: ARG002
+        """Gradients accumulate on the device and leave once per window."""
+        return None
+
+    def used_bytes(self) -> int:
+        """Bytes of all slots, in use or free."""
+        return self._used_bytes
+
+    def close(self) -> None:
+        """Drop the slots."""
+        self._free.clear()
+        self._used_bytes = 0
+
+
+def open_device(name: str | torch.device | None, *, max_vram_bytes: int | None) -> Device:
+    """Return the device to compute on; None takes CUDA where there is one, else the CPU.
+
+    Raises
+    ------
+    ArgumentError
+        The device is not there, or is of a kind that is not supported.
+    """
+    chosen = torch.device(name) if name is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen.type == "cpu":
+        return HostDevice()
+    if chosen.type != "cuda":
+        msg = f"device={str(chosen)!r} is not supported; give 'cpu' or 'cuda', or leave it out"
+        raise ArgumentError(msg)
+    if not torch.cuda.is_available():
+        msg = f"device={str(chosen)!r}, but torch sees no CUDA device here; give 'cpu' or leave it out"
+        raise ArgumentError(msg)
+    return SlotDevice(chosen, max_bytes=max_vram_bytes)

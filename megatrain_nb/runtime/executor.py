@@ -1,0 +1,312 @@
+"""Obeys the schedule: brings a block's weights, lets it compute, takes its gradients away.
+
+[Note: who drives whom] The model drives: its forward calls block after block, and each call arrives
+here. The executor then carries out the schedule up to the entry that says "this block computes". If
+another block comes than the schedule says, the rest of the schedule is made anew from there; numbers
+never depend on the prediction. Backward is driven by a `Window` (layer-major, all micro-batches of a
+step), or by autograd in a plain loop (one micro-batch at a time); both end in the same two
+operations, `running` and `BlockCall.backward`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from megatrain_nb.errors import SessionError
+from megatrain_nb.plan.schedule import Action, Kind, make_schedule, successors
+from megatrain_nb.plan.timeline import Span
+from megatrain_nb.runtime.autograd import through_autograd
+from megatrain_nb.runtime.call import BlockCall
+from megatrain_nb.runtime.pager import What
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from megatrain_nb.runtime.device import Device
+    from megatrain_nb.runtime.layers import Block, Home, Layers
+    from megatrain_nb.runtime.pager import Pager
+    from megatrain_nb.runtime.window import Window
+
+
+class Bound:
+    """A loaded block: inside ``with``, its modules hold ordinary parameters over the loaded weights."""
+
+    def __init__(self, block: Block, plain: dict[nn.Parameter, nn.Parameter]) -> None:
+        self.plain = plain
+        self._block = block
+
+    def __enter__(self) -> Self:
+        for site in self._block.sites:
+            site.module._parameters[site.name] = self.plain[site.param]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for site in self._block.sites:
+            site.module._parameters[site.name] = site.param
+
+
+class Executor:
+    """Runs one model's blocks on weights that come and go.
+
+    Attributes
+    ----------
+    norms
+        2-norm of the pending gradient of each parameter that has one, as a float32 scalar tensor.
+    version
+        Counts changes of the weights.
+    activation_bytes
+        Most bytes that autograd would have kept for one block, as seen so far.
+    border_bytes
+        Most bytes of block inputs kept at once, as seen so far.
+    compute_seconds
+        Time inside blocks' forward and backward so far.
+    """
+
+    def __init__(
+        self,
+        layers: Layers,
+        *,
+        pager: Pager,
+        device: Device,
+        on_span: Callable[[Span], None],
+        stop: threading.Event,
+    ) -> None:
+        self.layers = layers
+        self.pager = pager
+        self.device = device
+        self.norms: dict[nn.Parameter, Tensor] = {}
+        self.version = 0
+        self.activation_bytes = 0
+        self.border_bytes = 0
+        self.compute_seconds = 0.0
+        self.window: Window | None = None
+        self.usable = ""
+        self._on_span = on_span
+        self._stop = stop
+        self._actions: deque[Action] = deque()
+        self._loaded: dict[int, Tensor] = {}
+        self._learned = [block.spec.index for block in layers.blocks]
+        self._order: list[int] = []
+        self._trace: list[int] = []
+
+    # -- calls of blocks ------------------------------------------------------------------------------
+
+    def call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stand in for the forward of a block's module."""
+        self.check_usable()
+        if not torch.is_grad_enabled():
+            if self.window is not None and self.window.is_inside():
+                return self.window.visit(block, args, kwargs)
+            return self.forward_only(block, args, kwargs)
+        call = BlockCall(block, args, kwargs, self.device.torch_device)
+        if self.window is not None and self.window.is_inside():
+            return self.window.suspend(call)
+        return through_autograd(self, call)
+
+    def forward_only(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a block without gradients, as it is called."""
+        with self.running(block, Kind.FORWARD) as bound, bound:
+            return block.forward(*args, **kwargs)
+
+    def begin_forward(self) -> None:
+        """Note that the model's forward starts: the order of the last one is what to expect."""
+        if self._order:
+            self._learned, self._order = self._order, []
+
+    @contextmanager
+    def running(self, block: Block, kind: Kind, *, turning: bool = False) -> Iterator[Bound]:
+        """Load a block and let it compute; the gradients that landed are noted at the end.
+
+        Parameters
+        ----------
+        block
+            The block.
+        kind
+            ``FORWARD`` or ``BACKWARD``.
+        turning
+            A forward that goes over into its backward while the block is loaded.
+        """
+        self._advance(block, kind)
+        with_grads = turning or kind is Kind.BACKWARD
+        grads = {pack: self.pager.need(pack, What.GRADS) for pack in block.spec.packs if with_grads}
+        start = time.perf_counter()
+        bound = Bound(block, self._plain_parameters(block, grads))
+        try:
+            yield bound
+            if with_grads:
+                self._take_gradients(block, bound)
+        finally:
+            for pack in grads:
+                self.pager.drop(pack, What.GRADS, dirty=True)
+            end = time.perf_counter()
+            self.compute_seconds += end - start
+            self._on_span(Span(kind=str(kind), name=block.name, start_s=start, end_s=end))
+
+    def is_last(self, block: Block) -> bool:
+        """Whether the forward in progress is expected to end with this call of the block."""
+        index = block.spec.index
+        return self._learned[-1] == index and self._order.count(index) + 1 >= self._learned.count(index)
+
+    # -- the schedule -----------------------------------------------------------------------------------
+
+    def _advance(self, block: Block, kind: Kind) -> None:
+        """Carry out the schedule up to and including the entry that lets ``block`` compute."""
+        if self._stop.is_set():
+            raise KeyboardInterrupt
+        wanted = Action(block.spec.index, kind)
+        while True:
+            action = self._actions.popleft() if self._actions else None
+            if action == wanted:
+                break
+            if action is not None and action.kind is Kind.READ:
+                self._read(action.block)
+            elif action is not None and action.kind is Kind.FREE:
+                self._free(action.block, keep=block.spec.packs)
+            else:  # the schedule is at its end, or another block came than it says
+                self._actions = deque(self._plan(wanted))
+        self._note(wanted)
+        for pack in block.spec.packs:
+            if pack not in self._loaded:
+                self._loaded[pack] = self.device.onload(self.pager.need(pack, What.WEIGHTS))
+
+    def _plan(self, wanted: Action) -> list[Action]:
+        spec = self.layers.spec
+        self._settle_unneeded(spec.blocks[wanted.block].packs)
+        if wanted.kind is Kind.FORWARD:
+            order = successors(self._learned, wanted.block, len(self._order))
+        else:
+            seen = [*reversed(self._trace)]
+            order = seen[seen.index(wanted.block) :] if wanted.block in seen else [wanted.block]
+        return make_schedule(spec, order, wanted.kind)
+
+    def _note(self, action: Action) -> None:
+        """Remember what ran: forwards predict the next forward and, reversed, their backward."""
+        if action.kind is Kind.FORWARD:
+            self._order.append(action.block)
+            self._trace.append(action.block)
+            del self._trace[: -4 * len(self._learned) - 64]
+        elif action.block in self._trace:
+            last = len(self._trace) - 1 - self._trace[::-1].index(action.block)
+            del self._trace[last:]
+
+    def _read(self, block: int) -> None:
+        for pack in self.layers.spec.blocks[block].packs:
+            self.pager.fetch(pack, What.WEIGHTS)
+
+    def _free(self, block: int, *, keep: tuple[int, ...] = ()) -> None:
+        for pack in self.layers.spec.blocks[block].packs:
+            if pack in self._loaded and pack not in keep:
+                self._unload(pack)
+
+    def _unload(self, pack: int) -> None:
+        self.device.release(self._loaded.pop(pack))
+        self.pager.drop(pack, What.WEIGHTS)
+
+    def _settle_unneeded(self, keep: tuple[int, ...]) -> None:
+        for pack in self.layers.spec.packs:
+            if pack.index in keep:
+                continue
+            if pack.index in self._loaded:
+                self._unload(pack.index)
+            else:
+                self.pager.settle(self.pager.piece(pack.index, What.WEIGHTS))
+
+    def rest(self) -> None:
+        """Let every block's weights go where the plan wants them; the schedule starts anew."""
+        self._actions.clear()
+        self._settle_unneeded(())
+
+    # -- parameters in modules --------------------------------------------------------------------------
+
+    def _plain_parameters(self, block: Block, grads: dict[int, Any]) -> dict[nn.Parameter, nn.Parameter]:
+        """Make ordinary parameters over the loaded weights."""
+        plain: dict[nn.Parameter, nn.Parameter] = {}
+        with torch.inference_mode(False), torch.no_grad():  # noqa: FBT003
+            for param in dict.fromkeys(site.param for site in block.sites):
+                home = self.layers.homes[param]
+                values = part_of(self._loaded[home.pack.index], home)
+                plain[param] = nn.Parameter(values, requires_grad=param.requires_grad)
+                if grads and param.requires_grad:
+                    self._home_gradient(param, plain[param], grads[home.pack.index])
+        return plain
+
+    def _home_gradient(self, param: nn.Parameter, plain: nn.Parameter, host: Any) -> None:
+        """Let gradients accumulate in the very bytes that the optimizer will read, where that is possible."""
+        home = self.layers.homes[param]
+        gradient = self.device.gradient_home(host)
+        if gradient is None:
+            return
+        gradient = part_of(gradient, home)
+        if param in self.norms:
+            plain.grad = gradient
+
+        def landed(tensor: Tensor) -> None:
+            # The first gradient comes as a tensor of its own; from then on autograd adds in place.
+            if tensor.grad is not None and tensor.grad.data_ptr() != gradient.data_ptr():
+                gradient.copy_(tensor.grad)
+                tensor.grad = gradient
+
+        plain.register_post_accumulate_grad_hook(landed)
+
+    def _take_gradients(self, block: Block, bound: Bound) -> None:
+        """Bring gradients to RAM, and note their norms while they are at hand."""
+        start = time.perf_counter()
+        num_bytes = 0
+        for param, plain in bound.plain.items():
+            if plain.grad is None:
+                continue
+            home = self.layers.homes[param]
+            pending = part_of(torch.from_numpy(self.pager.piece(home.pack.index, What.GRADS).floats()), home)
+            if plain.grad.data_ptr() != pending.data_ptr():
+                arrived = plain.grad.to(pending.device)
+                pending.add_(arrived) if param in self.norms else pending.copy_(arrived)
+            num_bytes += pending.nbytes
+            self.norms[param] = torch.linalg.vector_norm(pending)
+        end = time.perf_counter()
+        self._on_span(Span(kind="OFFLOAD", name=block.name, start_s=start, end_s=end, num_bytes=num_bytes))
+
+    # -- gradients -----------------------------------------------------------------------------------------
+
+    def drop_gradients(self) -> None:
+        """Forget all pending gradients."""
+        self.norms.clear()
+        for pack in self.layers.spec.packs:
+            self.pager.discard(pack.index, What.GRADS)
+        for param in self.layers.resident.values():
+            param.grad = None
+
+    def note_activations(self, call: BlockCall) -> None:
+        """Learn what one block's activations take."""
+        self.activation_bytes = max(self.activation_bytes, call.saved_bytes)
+
+    def abort(self) -> None:
+        """After an error or interrupt: nothing stays loaded, and nothing is expected."""
+        self.window = None
+        self._order.clear()
+        self._trace.clear()
+        self.rest()
+
+    def check_usable(self) -> None:
+        """Raise if the model must not be used any more.
+
+        Raises
+        ------
+        SessionError
+            Its session is closed, or an update failed half-way.
+        """
+        if self.usable:
+            raise SessionError(self.usable)
+
+
+def part_of(flat: Tensor, home: Home) -> Tensor:
+    """Return a parameter's values as a view of its pack's flat vector."""
+    spec = home.spec
+    return flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
+

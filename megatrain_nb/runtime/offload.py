@@ -1,0 +1,267 @@
+"""A model whose weights are in the store: how it moves in, what is planned for it, how it moves out."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatrain_nb.errors import ModelError
+from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
+from megatrain_nb.runtime import rss
+from megatrain_nb.runtime.executor import Executor, part_of
+from megatrain_nb.runtime.layers import Home, Layers, cut
+from megatrain_nb.runtime.pager import Pager, What
+from megatrain_nb.runtime.tensor import StreamedTensor, plain_parameter, stream_parameter, streamed_tensor
+from megatrain_nb.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatrain_nb.runtime.session import Session
+
+logger = logging.getLogger("megatrain_nb")
+
+# Until the first blocks have run, a quarter of the budget is set aside for what the model allocates.
+_FIRST_GUESS = 0.25
+
+
+class PieceSource:
+    """Where a streamed tensor's values are: one parameter's part of one piece."""
+
+    def __init__(self, offloaded: OffloadedModel, param: nn.Parameter, home: Home, what: What) -> None:
+        self.name = home.spec.name if what is What.WEIGHTS else f"{what.value} of {home.spec.name}"
+        self._offloaded = offloaded
+        self._param = param
+        self._home = home
+        self._what = what
+
+    @contextmanager
+    def opened(self, *, write: bool) -> Iterator[Tensor]:
+        """Give a plain tensor over the values for a moment."""
+        self._offloaded.executor.check_usable()
+        if write and self._what is What.WEIGHTS:
+            self._offloaded.executor.version += 1
+        with self._offloaded.pager.opened(self._home.pack.index, self._what, write=write) as flat:
+            values = part_of(torch.from_numpy(flat), self._home)
+            yield values
+            if write and self._what is What.GRADS:
+                self._offloaded.executor.norms[self._param] = torch.linalg.vector_norm(values)
+
+    def grad(self) -> StreamedTensor | None:
+        """Return the pending gradient of a parameter, or None."""
+        if self._param not in self._offloaded.executor.norms:
+            return None
+        source = PieceSource(self._offloaded, self._param, self._home, What.GRADS)
+        return streamed_tensor(source, self._home.spec.shape, torch.float32, self._offloaded.device)
+
+    def set_grad(self, value: Tensor | None) -> None:
+        """Replace or drop the pending gradient."""
+        if value is None:
+            self._offloaded.executor.norms.pop(self._param, None)
+            return
+        with PieceSource(self._offloaded, self._param, self._home, What.GRADS).opened(write=True) as values:
+            values.copy_(value)
+
+
+class OffloadedModel:
+    """One model in a session's store.
+
+    Attributes
+    ----------
+    layers, pager, executor
+        The cut model, its bytes, and what runs it.
+    steps
+        Updates that each parameter has had.
+    residency
+        The plan in force.
+    saved_at
+        Step at which the weights were last exported; -1 for never.
+    """
+
+    def __init__(self, model: nn.Module, layers: Layers, session: Session) -> None:
+        self.model = model
+        self.layers = layers
+        self.session = session
+        self.pager = Pager(
+            layers.spec.packs,
+            prefix=f"{session.num_models}/",
+            pool=session.pool,
+            store=session.store,
+            on_span=session.on_span,
+        )
+        self.executor = Executor(
+            layers, pager=self.pager, device=session.device, on_span=session.on_span, stop=session.stop_event
+        )
+        self.device = session.device.torch_device
+        self.steps: dict[nn.Parameter, int] = {}
+        self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self.num_steps = 0
+        self.saved_at = -1
+        self.residency = Residency()
+        self._hooks = [model.register_forward_pre_hook(lambda *_: self.executor.begin_forward())]
+        self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
+        self.plan()
+        session.adopt(self)
+
+    # -- moving in and out ------------------------------------------------------------------------------
+
+    def source(self, param: nn.Parameter, what: What = What.WEIGHTS) -> PieceSource:
+        """Return where a parameter's weights, gradient or moment are."""
+        return PieceSource(self, param, self.layers.homes[param], what)
+
+    def move_in(self) -> None:
+        """Bring the model's parameters into the store, block by block; their memory is freed as it goes."""
+        for param, home in self.layers.homes.items():
+            with self.pager.opened(home.pack.index, What.WEIGHTS, write=True) as flat, torch.no_grad():
+                part_of(torch.from_numpy(flat), home).copy_(param)
+            stream_parameter(param, self.source(param), self.device)
+        self.pager.barrier()
+
+    def intercept(self) -> None:
+        """Send the blocks' calls through the executor."""
+        for module in self.model.modules():
+            if _takes_cache(module):
+                self._hooks.append(module.register_forward_pre_hook(no_cache_in_training, with_kwargs=True))
+        for block in self.layers.blocks:
+            block.intercept(self.executor.call)
+        for name, param in self.layers.resident.items():
+            if param.device != self.device:
+                msg = f"{name} is on {param.device}, but the session computes on {self.device}; move it there first"
+                raise ModelError(msg)
+
+    def release(self) -> None:
+        """Let the model's calls be its own again; the weights stay where they are."""
+        for block in self.layers.blocks:
+            block.restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def move_out(self) -> nn.Module:
+        """Bring all weights back into ordinary memory and let go of the model."""
+        self.executor.check_usable()
+        self.executor.rest()
+        for param in list(self.layers.homes):
+            with self.source(param).opened(write=False) as values:
+                copy = values.to(self.device, copy=True)
+            plain_parameter(param, copy)  # type: ignore[arg-type]
+        self.release()
+        self.close("the model was unwrapped")
+        return self.model
+
+    def close(self, why: str) -> None:
+        """Give all memory and disk space back; reading a parameter is an error from now on."""
+        self.executor.usable = self.executor.usable or (
+            f"{why}: its weights are no longer in the store. Save before with mt.save_pretrained(model, dir), "
+            "or get an ordinary model back with mt.unwrap(model)"
+        )
+        self.pager.close()
+        self.session.dismiss(self)
+
+    # -- planning -----------------------------------------------------------------------------------------
+
+    def plan(self) -> None:
+        """Decide what stays in RAM, and make it so.
+
+        Raises
+        ------
+        BudgetError
+            The budget does not even hold what streams.
+        """
+        limit = self.session.max_ram_bytes
+        tile_numel = self.pager.tile_numel
+        room = limit - working_bytes(self.layers.spec, tile_numel=tile_numel)
+        reserve = max(0, min(self._reserved, room))
+        residency = plan_residency(
+            self.layers.spec,
+            limit_bytes=limit,
+            activation_bytes=reserve,
+            resident_bytes=self.session.max_resident_bytes,
+            tile_numel=tile_numel,
+        )
+        self.pager.apply(residency)
+        self.pager.barrier()
+        self.session.pool.trim()
+        self.session.pool.limit_bytes = limit - reserve
+        self.residency = residency
+
+    def learn(self) -> None:
+        """Compare what is set aside with what the kernel counted, and plan again where it matters."""
+        measured = round(1.05 * self.session.other_peak_bytes())
+        if measured > self._reserved or measured < 0.8 * self._reserved:
+            self._reserved = max(measured, 0)
+            self.plan()
+            logger.info("set aside %s for activations; %s resident", format_bytes(measured), format_bytes(self.residency.resident_bytes))
+
+    # -- gradients ------------------------------------------------------------------------------------------
+
+    def total_norm(self) -> Tensor:
+        """Return the 2-norm of all pending gradients, a float32 scalar, as torch's clip_grad_norm_ computes it."""
+        norms = self.executor.norms
+        found = []
+        for param in self.model.parameters():
+            if param in norms:
+                found.append(norms[param])
+            elif param not in self.layers.homes and param.grad is not None:
+                found.append(torch.linalg.vector_norm(param.grad).cpu())
+        return torch.linalg.vector_norm(torch.stack(found)) if found else torch.tensor(0.0)
+
+    def moment(self, param: nn.Parameter, what: What) -> Tensor:
+        """Return a moment as a tensor: streamed, or ordinary for a parameter that is."""
+        if param in self.layers.homes:
+            return streamed_tensor(self.source(param, what), tuple(param.shape), torch.float32, torch.device("cpu"))
+        moments = self.moments.setdefault(param, (torch.zeros_like(param), torch.zeros_like(param)))
+        return moments[0 if what is What.EXP_AVG else 1]
+
+
+def offload(model: nn.Module, session: Session) -> OffloadedModel:
+    """Move a model that is in RAM into the session's store."""
+    layers = cut(model)
+    for param, home in layers.homes.items():
+        if param.device.type == "meta":
+            msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
+            raise ModelError(msg)
+    prepare(model)
+    offloaded = OffloadedModel(model, layers, session)
+    offloaded.move_in()
+    offloaded.intercept()
+    model._megatrain = offloaded  # type: ignore[assignment]
+    return offloaded
+
+
+def prepare(model: nn.Module) -> None:
+    """Turn off what the runtime does itself."""
+    for name in ("activation", "gradient"):  # as transformers calls it now, and as it did before
+        if hasattr(type(model), f"is_{name}_checkpointing"):
+            if getattr(model, f"is_{name}_checkpointing"):
+                logger.info("gradient checkpointing is turned off: the runtime recomputes each block already")
+                getattr(model, f"{name}_checkpointing_disable")()
+            return
+
+
+def no_cache_in_training(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Leave the key-value cache out where gradients are recorded: a recompute would fill it twice."""
+    if torch.is_grad_enabled() and kwargs.get("use_cache") is None:
+        return args, kwargs | {"use_cache": False}
+    return None
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    return hasattr(getattr(module, "config", None), "use_cache") and "use_cache" in inspect.signature(module.forward).parameters
+
+
+def offloaded_model(model: nn.Module) -> OffloadedModel | None:
+    """Return the record of a model that is in a store, or None."""
+    found = getattr(model, "_megatrain", None)
+    return found if isinstance(found, OffloadedModel) else None
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """Return a CPU tensor's memory as a flat array."""
+    return tensor.detach().view(-1).numpy()

@@ -1,0 +1,355 @@
+"""Where each pack's bytes are, and how they move between disk and RAM.
+
+[Note: pieces and slabs] A pack has four *pieces*, flat fp32 vectors of the same length: weights,
+gradients and the two moments. A piece is in RAM while it has a slab; it may be used only between
+``need`` and ``drop``. ``drop`` leaves a resident piece where it is and sends any other one to disk if
+it changed; its slab goes back to the pool when the last byte is written. What was never written
+reads as zeros. All of it runs on the training thread; only reads, writes and the return of written
+slabs happen on I/O threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatrain_nb.errors import MegatrainError
+from megatrain_nb.plan.model import TILE_NUMEL
+from megatrain_nb.plan.timeline import Span
+from megatrain_nb.store.base import wait
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
+
+    from megatrain_nb.plan.memory import Residency
+    from megatrain_nb.plan.model import PackSpec
+    from megatrain_nb.store.base import Store
+    from megatrain_nb.store.host import HostPool, Slab
+
+
+class What(Enum):
+    """The kinds of bytes of a pack: four flat float32 vectors."""
+
+    WEIGHTS = "weights"
+    GRADS = "grads"
+    EXP_AVG = "exp_avg"
+    EXP_AVG_SQ = "exp_avg_sq"
+
+
+STATES = (What.EXP_AVG, What.EXP_AVG_SQ)
+
+
+@dataclass(slots=True, eq=False)
+class Piece:
+    """One kind of bytes of one pack.
+
+    Attributes
+    ----------
+    slab
+        Its RAM, or None.
+    loading
+        Reads in flight into ``slab``.
+    users
+        Open ``need`` calls.
+    resident
+        Planned to stay in RAM.
+    dirty
+        The RAM copy is newer than the disk's.
+    """
+
+    pack: PackSpec
+    what: What
+    slab: Slab | None = None
+    loading: list[Future[None]] = field(default_factory=list)
+    users: int = 0
+    resident: bool = False
+    dirty: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole piece."""
+        return self.pack.weight_bytes
+
+    def floats(self) -> NDArray[np.float32]:
+        """Return the loaded values, shape (numel,)."""
+        assert self.slab is not None
+        return self.slab.view(np.float32, 0, self.pack.numel)
+
+    def __str__(self) -> str:
+        return f"{self.what.value} of {self.pack.name}"
+
+
+class _Countdown:
+    """Call ``then`` when the last of ``count`` writes has ended, on whichever thread it ends."""
+
+    def __init__(self, count: int, then: Callable[[], None]) -> None:
+        self._left = count
+        self._then = then
+        self._lock = threading.Lock()
+
+    def __call__(self, _: Future[None]) -> None:
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self._then()
+
+
+class Pager:
+    """Moves pieces between RAM and disk within the pool's budget."""
+
+    def __init__(
+        self,
+        packs: tuple[PackSpec, ...],
+        *,
+        prefix: str,
+        pool: HostPool,
+        store: Store,
+        on_span: Callable[[Span], None],
+        tile_numel: int = TILE_NUMEL,
+    ) -> None:
+        self.packs = packs
+        self.pool = pool
+        self.store = store
+        self.tile_numel = tile_numel
+        self.wait_seconds = 0.0
+        self._prefix = prefix
+        self._on_span = on_span
+        self._pieces = {(pack.index, what): Piece(pack, what) for pack in packs for what in What}
+        self._writing: dict[str, Future[None]] = {}
+        self._held: Piece | None = None
+
+    def piece(self, pack: int, what: What) -> Piece:
+        """Return the record of one piece."""
+        return self._pieces[pack, what]
+
+    # -- whole pieces ---------------------------------------------------------------------------
+
+    def fetch(self, pack: int, what: What, *, patient: bool = False) -> bool:
+        """Start to bring a piece into RAM; False if there is no room for it now.
+
+        Raises
+        ------
+        BudgetError
+            With ``patient``: no room, and nothing that would make room.
+        """
+        piece = self._pieces[pack, what]
+        if piece.slab is not None:
+            return True
+        slab = self._take(piece.num_bytes, piece.what.value, patient=patient)
+        if slab is None:
+            return False
+        piece.slab = slab
+        self._wait_writes(piece)
+        for key, start, stop in self._tiles(piece):
+            future = self._read(key, slab.array[start * 4 : stop * 4])
+            if future is not None:
+                piece.loading.append(future)
+        return True
+
+    def need(self, pack: int, what: What) -> NDArray[np.float32]:
+        """Return a piece's float32 values in RAM, shape (numel,); ``drop`` it after use."""
+        piece = self._pieces[pack, what]
+        self.fetch(pack, what, patient=True)
+        if piece.loading:
+            try:
+                self._wait_all(piece.loading, f"reading the {piece}")
+            except MegatrainError:
+                self._forget_slab(piece)
+                raise
+            piece.loading = []
+        piece.users += 1
+        return piece.floats()
+
+    def drop(self, pack: int, what: What, *, dirty: bool = False) -> None:
+        """End the use that ``need`` began; ``dirty`` says that the bytes changed."""
+        piece = self._pieces[pack, what]
+        piece.users -= 1
+        piece.dirty = piece.dirty or dirty
+        if piece.users == 0:
+            self.settle(piece)
+
+    def settle(self, piece: Piece) -> None:
+        """Put an unused piece where the plan wants it."""
+        if piece.slab is None or piece.users or piece.resident:
+            return
+        if not piece.dirty:
+            self._forget_slab(piece)
+            return
+        slab, piece.slab, piece.dirty = piece.slab, None, False
+        tiles = self._tiles(piece)
+        landed = _Countdown(len(tiles), lambda: self.pool.give(slab))
+        for key, start, stop in tiles:
+            self._write(key, slab.array[start * 4 : stop * 4], landed)
+
+    def discard(self, pack: int, what: What) -> None:
+        """Forget a piece: from now on it reads as zeros."""
+        piece = self._pieces[pack, what]
+        self._wait_writes(piece)
+        self._forget_slab(piece)
+        piece.dirty = False
+        for key, _, _ in self._tiles(piece):
+            if key in self.store:
+                self.store.delete(key)
+
+    @contextmanager
+    def opened(self, pack: int, what: What, *, write: bool = False) -> Iterator[NDArray[np.float32]]:
+        """Use a piece outside a step; the last one stays in RAM until another is opened."""
+        piece = self._pieces[pack, what]
+        if self._held is not piece:
+            self.close_held()
+            self.need(pack, what)
+            self._held = piece
+        try:
+            yield piece.floats()
+        finally:
+            piece.dirty = piece.dirty or write
+
+    def close_held(self) -> None:
+        """Drop the piece that ``opened`` kept."""
+        if self._held is not None:
+            held, self._held = self._held, None
+            self.drop(held.pack.index, held.what)
+
+    # -- tiles, for the optimizer -----------------------------------------------------------------
+
+    def tile_key(self, piece: Piece, start: int) -> str:
+        """Return the store's key of the tile that begins at element ``start``."""
+        return f"{self._prefix}{piece.what.value}/{piece.pack.index}/{start // self.tile_numel}"
+
+    def read_tile(self, piece: Piece, start: int, stop: int) -> tuple[Slab, Future[None] | None]:
+        """Start to read one tile of a piece that is on disk into a slab of its own."""
+        slab = self._take((stop - start) * 4, "tiles of the update", patient=True)
+        assert slab is not None
+        key = self.tile_key(piece, start)
+        self._wait_writes(piece, key)
+        return slab, self._read(key, slab.array)
+
+    def write_tile(self, piece: Piece, start: int, slab: Slab) -> None:
+        """Write one tile behind; the slab goes back to the pool when it is on disk."""
+        self._write(self.tile_key(piece, start), slab.array, _Countdown(1, lambda: self.pool.give(slab)))
+
+    def wait_for(self, future: Future[None] | None, what: str) -> None:
+        """Wait for one read, and count the wait."""
+        if future is not None:
+            self._wait_all([future], what)
+
+    # -- barriers -----------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Return when every write has landed; raises what a write raised."""
+        self.close_held()
+        writing, self._writing = self._writing, {}
+        self._wait_all(list(writing.values()), "writing tiles")
+
+    def apply(self, residency: Residency) -> None:
+        """Make a new plan take effect: what no longer stays leaves now."""
+        self.close_held()
+        planned = {What.WEIGHTS: residency.weights, What.GRADS: residency.grads}
+        for piece in self._pieces.values():
+            piece.resident = piece.pack.index in planned.get(piece.what, residency.states)
+        for piece in self._pieces.values():
+            self.settle(piece)
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Return bytes in RAM now, by kind."""
+        return {
+            what.value: sum(p.num_bytes for p in self._pieces.values() if p.what is what and p.slab is not None)
+            for what in What
+        }
+
+    def delete_all(self) -> None:
+        """Delete every tile from the store."""
+        for key in self.store.keys():  # noqa: SIM118
+            if key.startswith(self._prefix):
+                self.store.delete(key)
+
+    def close(self) -> None:
+        """Give all slabs back; the store is not touched."""
+        self._held = None
+        for future in self._writing.values():
+            future.cancel()
+        for piece in self._pieces.values():
+            piece.users = 0
+            self._forget_slab(piece)
+
+    # -- inside ---------------------------------------------------------------------------------------
+
+    def _write(self, key: str, data: NDArray[np.uint8], landed: _Countdown) -> None:
+        future = self.store.put(key, data)
+        self._writing[key] = future
+        future.add_done_callback(landed)
+
+    def _read(self, key: str, out: NDArray[np.uint8]) -> Future[None] | None:
+        if key in self.store:
+            return self.store.get_into(key, out)
+        out.fill(0)
+        return None
+
+    def _tiles(self, piece: Piece) -> list[tuple[str, int, int]]:
+        return [
+            (self.tile_key(piece, start), start, stop) for start, stop in piece.pack.tiles(self.tile_numel)
+        ]
+
+    def _take(self, num_bytes: int, what: str, *, patient: bool) -> Slab | None:
+        """Take a slab; with patience wait for writes behind and give up what was read ahead."""
+        while (slab := self.pool.try_take(num_bytes, what=what)) is None:
+            if not patient:
+                return None
+            if not self._make_room():
+                return self.pool.take(num_bytes, what=what)
+        return slab
+
+    def _make_room(self) -> bool:
+        for key, future in list(self._writing.items()):
+            del self._writing[key]
+            if not future.done():
+                self._wait_all([future], f"writing {key}")
+                return True
+            future.result()
+        if self._held is not None:
+            self.close_held()
+            return True
+        for piece in self._pieces.values():
+            if piece.slab is not None and not (piece.users or piece.dirty or piece.resident):
+                self._forget_slab(piece)
+                return True
+        return False
+
+    def _forget_slab(self, piece: Piece) -> None:
+        if piece.slab is None:
+            return
+        for future in piece.loading:
+            if not future.cancel():
+                # The slab may be reused only when no thread writes into it any more.
+                with suppress(MegatrainError):
+                    wait(future, what=f"reading the {piece}")
+        piece.loading = []
+        slab, piece.slab = piece.slab, None
+        self.pool.give(slab)
+
+    def _wait_writes(self, piece: Piece, *only: str) -> None:
+        """A read must see the last version: let its writes land first."""
+        keys = [key for key in only or [tile[0] for tile in self._tiles(piece)] if key in self._writing]
+        self._wait_all([self._writing.pop(key) for key in keys], f"writing the {piece}")
+
+    def _wait_all(self, futures: list[Future[None]], what: str) -> None:
+        start = time.perf_counter()
+        try:
+            for future in futures:
+                wait(future, what=what)
+        finally:
+            end = time.perf_counter()
+            if end - start > 1e-5:
+                self.wait_seconds += end - start
+                self._on_span(Span(kind="WAIT", name=what, start_s=start, end_s=end, lane="compute"))
+

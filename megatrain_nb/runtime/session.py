@@ -1,0 +1,360 @@
+"""A session: one offload directory, its budgets, its threads, and the models that live in it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from megatrain_nb.errors import ArgumentError, SessionError
+from megatrain_nb.optim.adamw import UpdateThreads, warm_up
+from megatrain_nb.plan.timeline import Span
+from megatrain_nb.runtime import rss
+from megatrain_nb.runtime.callbacks import Callback, StepResult
+from megatrain_nb.runtime.device import open_device
+from megatrain_nb.runtime.status import Status, TierStatus, describe_session
+from megatrain_nb.store.disk import DiskStore
+from megatrain_nb.store.host import HostPool
+from megatrain_nb.store.owner import OwnerLock, reclaim
+from megatrain_nb.store.preflight import check_directory
+from megatrain_nb.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain_nb.runtime.offload import OffloadedModel
+    from megatrain_nb.store.base import IoRecord
+    from megatrain_nb.store.preflight import Preflight
+
+logger = logging.getLogger("megatrain_nb")
+
+_current: Session | None = None
+
+# Without max_ram_gb: this share of what the machine has left when the session opens.
+_DEFAULT_RAM_SHARE = 0.8
+
+
+class Session:
+    """What `init` opened; use it as a context manager or call `close`.
+
+    Attributes
+    ----------
+    preflight
+        What the offload directory can do.
+    notes
+        What the user should know about this session, one sentence each.
+    max_ram_bytes, max_disk_bytes, max_vram_bytes
+        Budgets in bytes; None for no limit.
+    callbacks
+        Listeners; append a `Callback`.
+    shown
+        A live view follows the training; other progress displays keep quiet.
+    last_step
+        The last optimizer step, or None.
+
+    Notes
+    -----
+    Models are used from one thread at a time. `stop`, `resume` and `status` may be called from any.
+    """
+
+    def __init__(
+        self,
+        preflight: Preflight,
+        *,
+        max_ram_bytes: int | None,
+        max_disk_bytes: int | None,
+        max_vram_bytes: int | None,
+        device: str | torch.device | None,
+    ) -> None:
+        self._base_bytes = rss.resident_bytes()
+        self.preflight = preflight
+        self.max_vram_bytes = max_vram_bytes
+        self.max_disk_bytes = max_disk_bytes
+        self.max_ram_bytes = max_ram_bytes or round(_DEFAULT_RAM_SHARE * rss.available_bytes())
+        self.max_resident_bytes: int | None = None
+        self.callbacks: list[Callback] = []
+        self.shown = False
+        self.last_step: StepResult | None = None
+        self.stop_event = threading.Event()
+        self.num_models = 0
+        self._models: list[OffloadedModel] = []
+        self._closed = False
+        self._peaks = {"device": 0, "ram": 0}
+        self._update_seconds = 0.0
+        self._moved = {"READ": 0, "WRITE": 0}
+        self._lock = OwnerLock(preflight.path)
+        try:
+            reclaimed = reclaim(preflight.path) if self._lock.took_over else 0
+            self.device = open_device(device, max_vram_bytes=max_vram_bytes)
+            self.pool = HostPool(self.max_ram_bytes)
+            self.store = DiskStore(
+                preflight.path, max_bytes=max_disk_bytes, direct=preflight.direct, on_io=self._on_io
+            )
+        except BaseException:
+            self._lock.release()
+            raise
+        self.threads = UpdateThreads()
+        warm_up()
+        self.notes = self._find_notes(reclaimed)
+        rss.reset_peak()
+
+    # -- life -----------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Give back every byte, thread and file; a second call does nothing.
+
+        Weights that were not exported are lost: save before with ``mt.save_pretrained``, or take the
+        model out with ``mt.unwrap``.
+        """
+        global _current  # noqa: PLW0603
+        if self._closed:
+            return
+        self._closed = True
+        for model in list(self._models):
+            if model.num_steps > max(model.saved_at, 0):
+                logger.warning(
+                    "%s: closing the session discards the weights of %d training steps that were not saved",
+                    type(model.model).__name__,
+                    model.num_steps - max(model.saved_at, 0),
+                )
+            model.close("the session was closed")
+        try:
+            self.store.close(delete=True)
+        finally:
+            self.threads.close()
+            self.pool.close()
+            self.device.close()
+            self._lock.release()
+            if _current is self:
+                _current = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # A session that nobody holds any more must not keep its directory.
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def stop(self) -> None:
+        """Ask the running training to stop: KeyboardInterrupt at the next block border.
+
+        The model is then as after the last whole step.
+        """
+        self.stop_event.set()
+
+    def resume(self) -> None:
+        """Take a request to stop back."""
+        self.stop_event.clear()
+
+    # -- models -----------------------------------------------------------------------------------------
+
+    def adopt(self, model: OffloadedModel) -> None:
+        """Note a model that moves in."""
+        self._models.append(model)
+        self.num_models += 1
+
+    def dismiss(self, model: OffloadedModel) -> None:
+        """Note a model that left, and free what it had on disk."""
+        if model in self._models:
+            self._models.remove(model)
+            if not self._closed:
+                model.pager.delete_all()
+
+    # -- what happens -------------------------------------------------------------------------------------
+
+    def on_span(self, span: Span) -> None:
+        """Pass a span on to the callbacks."""
+        for callback in self.callbacks:
+            callback.on_span(span)
+
+    def _on_io(self, record: IoRecord) -> None:
+        self._moved[record.op] += record.nbytes
+        self.on_span(
+            Span(
+                kind=record.op,
+                name=record.key,
+                start_s=record.start_s,
+                end_s=record.end_s,
+                num_bytes=record.nbytes,
+                lane="disk",
+            )
+        )
+
+    def note_update(self, seconds: float) -> None:
+        """Count time spent in an optimizer step."""
+        self._update_seconds += seconds
+
+    def clock(self) -> dict[str, float]:
+        """Return running totals: seconds by cause and bytes moved; the difference of two is an interval's."""
+        models = self._models
+        return {
+            "now": time.perf_counter(),
+            "compute": sum(model.executor.compute_seconds for model in models),
+            "wait": sum(model.pager.wait_seconds for model in models),
+            "update": self._update_seconds,
+            "read": float(self.store.read_bytes),
+            "written": float(self.store.written_bytes),
+        }
+
+    def finish_step(self, since: dict[str, float], *, step: int, loss: float, grad_norm: float, tokens: int) -> StepResult:
+        """Make a step's result from the clock's difference, and tell the callbacks."""
+        now = self.clock()
+        spent = {key: now[key] - since[key] for key in now}
+        seconds = {cause: spent[cause] for cause in ("compute", "wait", "update")}
+        seconds["other"] = max(0.0, spent["now"] - sum(seconds.values()))
+        result = StepResult(
+            step=step,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens=tokens,
+            seconds=seconds,
+            read_bytes=int(spent["read"]),
+            written_bytes=int(spent["written"]),
+        )
+        self.last_step = result
+        for callback in self.callbacks:
+            callback.on_step_end(result)
+        return result
+
+    def other_peak_bytes(self) -> int:
+        """Return the most RAM that everything but the pool took since the last call, above the session's start."""
+        peak = rss.peak_bytes()
+        rss.reset_peak()
+        return max(0, peak - self._base_bytes - self.pool.mapped_bytes)
+
+    # -- what a person sees --------------------------------------------------------------------------------
+
+    def status(self) -> Status:
+        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
+        device_bytes = self.device.used_bytes()
+        ram_bytes = self.pool.in_use_bytes
+        self._peaks["device"] = max(self._peaks["device"], device_bytes)
+        tiers = {
+            "device": TierStatus(device_bytes, self._peaks["device"], self.max_vram_bytes),
+            "ram": TierStatus(ram_bytes, self.pool.peak_bytes, self.max_ram_bytes),
+            "disk": TierStatus(self.store.used_bytes, self.store.peak_bytes, self.max_disk_bytes),
+        }
+        if self.device.torch_device.type == "cpu":
+            del tiers["device"]
+        return Status(
+            tiers=tiers,
+            last_step=self.last_step,
+            models=tuple(describe_session(model) for model in self._models),
+            notes=self.notes,
+            directory=str(self.preflight.path),
+            process_bytes=rss.resident_bytes(),
+        )
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<Session closed>"
+        disk = f", disk at most {format_bytes(self.max_disk_bytes)}" if self.max_disk_bytes else ""
+        return (
+            f"<Session {self.preflight.path} on {self.device.torch_device}, "
+            f"RAM at most {format_bytes(self.max_ram_bytes)}{disk}>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.status()._repr_html_() if not self._closed else "<p>Session closed</p>"
+
+    def _find_notes(self, reclaimed: int) -> tuple[str, ...]:
+        notes = [*self.preflight.notes, self.preflight.direct_note]
+        if reclaimed:
+            notes.append(f"{format_bytes(reclaimed)} that an earlier, dead process had left here were removed")
+        if self.device.torch_device.type == "cpu":
+            notes.append("no GPU is used: blocks compute in place in RAM, which device and host share")
+        if self.max_disk_bytes and self.max_disk_bytes > self.preflight.free_bytes:
+            notes.append(
+                f"max_disk_gb allows {format_bytes(self.max_disk_bytes)}, but only "
+                f"{format_bytes(self.preflight.free_bytes)} are free"
+            )
+        return tuple(notes)
+
+
+def init(
+    offload_dir: str | Path,
+    max_vram_gb: float | str | None = None,
+    max_ram_gb: float | str | None = None,
+    max_disk_gb: float | str | None = None,
+    optimizer_compression: bool | str = False,  # noqa: FBT001, FBT002
+    device: str | torch.device | None = None,
+) -> Session:
+    """Open a session: from now on models are trained through this directory, within these budgets.
+
+    Parameters
+    ----------
+    offload_dir
+        A directory on a fast local disk; made (0700) if it is missing. One session at a time owns it.
+    max_vram_gb, max_ram_gb, max_disk_gb
+        Budgets: GB (10^9 bytes), or text such as ``"24GiB"``. ``max_ram_gb`` bounds everything held in host
+        memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
+        the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
+    optimizer_compression
+        False: Adam's moments are fp32. Compressed moments come in a later version.
+    device
+        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one.
+
+    Returns
+    -------
+    Session
+        A context manager. An open session of this process is closed first.
+
+    Raises
+    ------
+    ArgumentError
+        A size, directory or device that cannot be used, or compression.
+    SessionError
+        Another process owns the directory.
+    """
+    global _current  # noqa: PLW0603
+    if optimizer_compression is not False:
+        msg = (
+            f"optimizer_compression={optimizer_compression!r}: only False (fp32 moments) works in this version; "
+            "lossless packing and 8, 4, 3 and 2 bit moments are to come"
+        )
+        raise ArgumentError(msg)
+    sizes = {
+        name: None if value is None else parse_size(value, name=name)
+        for name, value in (("max_vram_gb", max_vram_gb), ("max_ram_gb", max_ram_gb), ("max_disk_gb", max_disk_gb))
+    }
+    if _current is not None:
+        _current.close()
+    preflight = check_directory(Path(offload_dir).expanduser())
+    _current = Session(
+        preflight,
+        max_ram_bytes=sizes["max_ram_gb"],
+        max_disk_bytes=sizes["max_disk_gb"],
+        max_vram_bytes=sizes["max_vram_gb"],
+        device=device,
+    )
+    return _current
+
+
+def current_session() -> Session | None:
+    """Return the open session, or None."""
+    return _current
+
+
+def require_session() -> Session:
+    """Return the open session.
+
+    Raises
+    ------
+    SessionError
+        There is none: says how to open one.
+    """
+    if _current is None:
+        msg = "no session is open; call mt.init(offload_dir=..., max_ram_gb=...) first (in a notebook: %megatrain init)"
+        raise SessionError(msg)
+    return _current

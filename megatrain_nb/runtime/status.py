@@ -1,0 +1,125 @@
+"""What a session holds and what its last step did, as numbers, text and HTML."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING
+
+from megatrain_nb.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from megatrain_nb.runtime.callbacks import StepResult
+    from megatrain_nb.runtime.offload import OffloadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """Bytes in one tier: now, the most so far, and the budget (None for no limit)."""
+
+    used_bytes: int
+    peak_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    """One model: its size, its steps, and what of it stays in RAM."""
+
+    name: str
+    num_params: int
+    num_blocks: int
+    num_steps: int
+    state_bytes: int
+    resident_bytes: int
+    working_bytes: int
+    activation_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """Displays as text and as HTML.
+
+    Attributes
+    ----------
+    tiers
+        ``device`` (where there is one), ``ram``, ``disk``.
+    last_step
+        The last optimizer step, or None.
+    process_bytes
+        Resident memory of the whole process, as the kernel counts it.
+    """
+
+    tiers: dict[str, TierStatus]
+    last_step: StepResult | None
+    models: tuple[ModelStatus, ...]
+    notes: tuple[str, ...]
+    directory: str
+    process_bytes: int
+    _rows: list[tuple[str, str]] = field(default_factory=list, repr=False)
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return label and text of every line."""
+        rows = [
+            (
+                name.upper() if name == "ram" else name,
+                f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most, "
+                + (f"budget {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else "no limit"),
+            )
+            for name, tier in self.tiers.items()
+        ]
+        rows.append(("process", f"{format_bytes(self.process_bytes)} resident, everything included"))
+        for model in self.models:
+            rows += [
+                (
+                    model.name,
+                    f"{format_count(model.num_params)} parameters in {model.num_blocks} blocks, {model.num_steps} steps",
+                ),
+                (
+                    "its state",
+                    f"{format_bytes(model.state_bytes)} of weights, gradients and moments; "
+                    f"{format_bytes(model.resident_bytes)} stay in RAM, {format_bytes(model.working_bytes)} stream, "
+                    f"{format_bytes(model.activation_bytes)} set aside for activations",
+                ),
+            ]
+        if self.last_step is not None:
+            step = self.last_step
+            causes = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in step.seconds.items())
+            rows += [
+                (f"step {step.step}", f"loss {step.loss:.4f}, gradient norm {step.grad_norm:.3g}, {step.tokens} tokens"),
+                ("its time", f"{format_seconds(step.total_seconds)}: {causes}"),
+                ("its traffic", f"{format_bytes(step.read_bytes)} read, {format_bytes(step.written_bytes)} written"),
+            ]
+        rows.append(("directory", self.directory))
+        rows += [("note", note) for note in self.notes]
+        return rows
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        width = max(len(label) for label, _ in rows)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        cells = "".join(
+            f'<tr><th style="text-align:left;padding:2px 12px 2px 0;white-space:nowrap">{escape(label)}</th>'
+            f'<td style="text-align:left;padding:2px 0">{escape(text)}</td></tr>'
+            for label, text in self.rows()
+        )
+        return f"<table>{cells}</table>"
+
+
+def describe_session(model: OffloadedModel) -> ModelStatus:
+    """Return the numbers of one model."""
+    spec, residency = model.layers.spec, model.residency
+    return ModelStatus(
+        name=type(model.model).__name__,
+        num_params=spec.num_params,
+        num_blocks=len(spec.blocks),
+        num_steps=model.num_steps,
+        state_bytes=spec.state_bytes,
+        resident_bytes=residency.resident_bytes,
+        working_bytes=residency.working_bytes,
+        activation_bytes=residency.activation_bytes,
+    )

@@ -1,0 +1,321 @@
+"""Tensors whose bytes are in the store: true values or a clear error, never a stale placeholder.
+
+A `StreamedParameter` stands in the module, the optimizer and the caller's lists while its weights
+are elsewhere. Shape, dtype, device and the like are answered at once. Anything that needs values
+gets a copy of the true ones; what changes values in place changes the store, also through views
+(``p.data``, ``p.detach()``, ``p[0]``, ``p.T``): those stay lazy. During a block's forward and backward
+the module holds a plain parameter over the loaded bytes instead, so that no operation there pays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatrain_nb.errors import ModelError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class Source(Protocol):
+    """Where a streamed tensor's values are."""
+
+    name: str
+
+    def opened(self, *, write: bool) -> AbstractContextManager[Tensor]:
+        """Give a plain tensor over the true values, shape as the parameter's, for a moment."""
+
+    def grad(self) -> StreamedTensor | None:
+        """Return the pending gradient, or None."""
+
+    def set_grad(self, value: Tensor | None) -> None:
+        """Replace or drop the pending gradient."""
+
+
+_View = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int | None]
+
+
+class _Streamed:
+    """What both classes below share: the answer to every torch function."""
+
+    _source: Source
+    _views: tuple[_View, ...]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if not args and "tensor" in kwargs:  # as torch.nn.init passes it
+            args, kwargs = (kwargs["tensor"],), {key: kwargs[key] for key in kwargs if key != "tensor"}
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _SPECIAL:
+            return _SPECIAL[func](*args, **kwargs)
+        if name in _REFUSED:
+            msg = (
+                f"{_name_of(args)}: '{name}' would give away an address, and the values are in the store; "
+                "take a copy first (p.detach().clone()), or save with mt.save_pretrained(model, dir)"
+            )
+            raise ModelError(msg)
+        if name.startswith("_foreach_"):
+            return _each(func, args, kwargs)
+        if func in _VIEWS and isinstance(args[0], _Streamed) and not _needs_copy(args):
+            return _lazy_view(args[0], func, args[1:], kwargs)
+        if _changes_in_place(name) and isinstance(args[0], _Streamed):
+            return _in_place(func, args, kwargs)
+        plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(_Streamed, _value, (args, kwargs))
+        return func(*plain_args, **plain_kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._no_copy("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._no_copy("pickling (torch.save)")
+
+    def _no_copy(self, what: str) -> None:
+        msg = (
+            f"{self._source.name}: {what} would bring the whole model into RAM; save with "
+            "mt.save_pretrained(model, dir), or get an ordinary model back with mt.unwrap(model)"
+        )
+        raise ModelError(msg)
+
+
+class StreamedTensor(_Streamed, Tensor):  # type: ignore[misc]
+    """A view of values in the store, or of a pending gradient or moment; shape and dtype of the original."""
+
+
+class StreamedParameter(_Streamed, nn.Parameter):  # type: ignore[misc]
+    """A parameter whose weights are in the store."""
+
+
+def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of the given shape that occupies one element; a write into it is an error."""
+    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+
+
+def stream_parameter(param: nn.Parameter, source: Source, device: torch.device) -> StreamedParameter:
+    """Turn a parameter into a streamed one; whoever holds the object sees the change.
+
+    The parameter's own memory is freed unless somebody else holds it.
+    """
+    requires_grad = param.requires_grad
+    param.grad = None
+    with torch.no_grad():
+        param.data = placeholder(tuple(param.shape), param.dtype, device)
+    param.__class__ = StreamedParameter
+    assert isinstance(param, StreamedParameter)
+    param._source, param._views = source, ()
+    with torch._C.DisableTorchFunctionSubclass():
+        param.requires_grad_(requires_grad)
+    return param
+
+
+def plain_parameter(param: StreamedParameter, values: Tensor) -> nn.Parameter:
+    """Turn a streamed parameter back into an ordinary one that holds ``values``."""
+    del param._source, param._views
+    param.__class__ = nn.Parameter  # type: ignore[assignment]
+    with torch.no_grad():
+        param.data = values
+    return param
+
+
+def streamed_tensor(source: Source, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> StreamedTensor:
+    """Return a tensor whose values are read from ``source`` when they are needed."""
+    tensor = placeholder(shape, dtype, device).as_subclass(StreamedTensor)
+    tensor._source, tensor._views = source, ()
+    return tensor
+
+
+def source_of(tensor: Tensor) -> Source | None:
+    """Return where the tensor's values are if it is streamed."""
+    return tensor._source if isinstance(tensor, _Streamed) else None
+
+
+def _lazy_view(base: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Describe a view without reading anything: its shape comes from the same call on a meta tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, dtype, device = tuple(base.shape), base.dtype, base.device
+    described = func(torch.empty(shape, dtype=dtype, device="meta"), *args, **kwargs)
+
+    def lazy(meta: Tensor, index: int | None) -> StreamedTensor:
+        view = streamed_tensor(base._source, tuple(meta.shape), dtype, device)
+        view._views = (*base._views, (func, args, kwargs, index))
+        return view
+
+    if isinstance(described, Tensor):
+        return lazy(described, None)
+    return tuple(lazy(meta, index) for index, meta in enumerate(described))
+
+
+def _through(values: Tensor, views: tuple[_View, ...]) -> Tensor:
+    for func, args, kwargs, index in views:
+        values = func(values, *args, **kwargs)
+        if index is not None:
+            values = values[index]
+    return values
+
+
+def _value(tensor: Any) -> Tensor:
+    """Copy the true values; a gradient that would reach the copy has nowhere to go, so it is an error."""
+    with tensor._source.opened(write=False) as values, torch.no_grad():
+        copy = _through(values, tensor._views).clone()
+    if torch.is_grad_enabled() and isinstance(tensor, StreamedParameter) and _plain(tensor, "requires_grad"):
+        copy.requires_grad_()
+        copy.register_hook(_refuse_gradient(tensor._source.name))
+    return copy
+
+
+def _refuse_gradient(name: str) -> Callable[[Tensor], None]:
+    def refuse(_: Tensor) -> None:
+        msg = (
+            f"{name} was read outside the module that owns it, and a gradient reached that copy: it would be "
+            "lost. Compute with the parameter inside its module's forward"
+        )
+        raise ModelError(msg)
+
+    return refuse
+
+
+def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target = args[0]
+    is_init = getattr(func, "__module__", None) == "torch.nn.init"  # these turn gradients off themselves
+    recorded = torch.is_grad_enabled() and isinstance(target, StreamedParameter) and not is_init
+    if recorded and _plain(target, "requires_grad"):
+        msg = f"{target._source.name} requires grad: change it in place under torch.no_grad()"
+        raise ModelError(msg)
+    rest = torch.utils._pytree.tree_map_only(_Streamed, _value, (args[1:], kwargs))
+    with target._source.opened(write=True) as values, torch.no_grad():
+        func(_through(values, target._views), *rest[0], **rest[1])
+    return target
+
+
+def _each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Apply a ``_foreach_`` function to one tensor at a time, so that one is in RAM at a time."""
+    name = func.__name__
+    results: list[Any] = []
+    for index, tensor in enumerate(args[0]):
+        one = tuple([arg[index]] if isinstance(arg, list | tuple) else arg for arg in args[1:])
+        if _changes_in_place(name) and isinstance(tensor, _Streamed):
+            with tensor._source.opened(write=True) as values, torch.no_grad():
+                func([_through(values, tensor._views)], *one, **kwargs)
+        else:
+            result = func([_value(tensor) if isinstance(tensor, _Streamed) else tensor], *one, **kwargs)
+            results.extend(result or ())
+    return tuple(results) if results else None
+
+
+_MOVED = (
+    "{}: a streamed model keeps its device, dtype and shapes; "
+    "mt.unwrap(model) gives an ordinary model that can be moved or cast"
+)
+
+
+def _set_data(tensor: Any, value: Any) -> None:
+    if value is tensor:
+        return
+    with torch._C.DisableTorchFunctionSubclass():
+        same = value.shape == tensor.shape and value.dtype == tensor.dtype and value.device == tensor.device
+    if not same:
+        raise ModelError(_MOVED.format(tensor._source.name))
+    _in_place(Tensor.copy_, (tensor.detach(), value), {})
+
+
+def _set_requires_grad(tensor: Any, value: bool) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return Tensor.requires_grad_(tensor, value)
+
+
+def _to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stay lazy where nothing changes; refuse to move a parameter away."""
+    with torch._C.DisableTorchFunctionSubclass():
+        probe = Tensor.to(tensor, *args, **kwargs)
+        same = probe.dtype == tensor.dtype and probe.device == tensor.device
+    if same and not kwargs.get("copy"):
+        return tensor
+    if isinstance(tensor, StreamedParameter):
+        raise ModelError(_MOVED.format(tensor._source.name))
+    return Tensor.to(_value(tensor), *args, **kwargs)
+
+
+def _numpy(tensor: Any, **kwargs: Any) -> Any:
+    array = Tensor.numpy(_value(tensor).detach(), **kwargs)
+    array.flags.writeable = False  # it is a copy: a write into it would be lost
+    return array
+
+
+def _plain(tensor: Any, attribute: str) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(tensor, attribute)
+
+
+def _name_of(args: tuple[Any, ...]) -> str:
+    return next((arg._source.name for arg in args if isinstance(arg, _Streamed)), "a streamed tensor")
+
+
+def _needs_copy(args: tuple[Any, ...]) -> bool:
+    """Indexing by a tensor or a list copies in torch as well, so it is not a view."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:2]
+    return any(isinstance(index, Tensor | list) for index in indices)
+
+
+def _changes_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
+
+
+_IN_PLACE_DUNDERS = {"__setitem__"} | {
+    f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
+}
+_REFUSED = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "set_", "resize_", "__dlpack__"}
+
+
+
+def _methods(names: str) -> set[Any]:
+    return {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
+
+
+def _getters(names: str) -> set[Any]:
+    return {getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)}
+
+
+_METADATA = _getters(
+    "shape dtype device layout requires_grad is_leaf grad_fn ndim nbytes itemsize is_cuda is_cpu is_meta is_sparse "
+    "is_quantized is_mps is_nested is_xpu names _version _base output_nr retains_grad is_mkldnn _backward_hooks "
+    "is_sparse_csr name is_xla is_vulkan is_ipu is_maia is_mtia"
+) | _methods(
+    "size dim numel nelement ndimension is_floating_point is_complex element_size __len__ is_signed get_device "
+    "has_names is_same_size is_inference __hash__"
+)
+
+_VIEWS = (
+    _methods(
+        "detach __getitem__ view view_as t transpose swapaxes permute movedim select narrow squeeze unsqueeze "
+        "flatten unflatten reshape expand chunk split unbind diagonal alias"
+    )
+    | _getters("data T mT")
+    | {torch.detach, torch.transpose, torch.t, torch.permute, torch.narrow, torch.squeeze, torch.unsqueeze}
+    | {torch.flatten, torch.reshape, torch.chunk, torch.split, torch.unbind, torch.select}
+)
+
+_SPECIAL: dict[Any, Callable[..., Any]] = {
+    Tensor.grad.__get__: lambda tensor: tensor._source.grad(),  # type: ignore[attr-defined]
+    Tensor.grad.__set__: lambda tensor, value: tensor._source.set_grad(value),  # type: ignore[attr-defined]
+    Tensor.grad.__delete__: lambda tensor: tensor._source.set_grad(None),  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    Tensor.requires_grad_: lambda tensor, requires_grad=True: _set_requires_grad(tensor, requires_grad),
+    Tensor.is_contiguous: lambda _tensor, **_kwargs: True,
+    Tensor.contiguous: lambda tensor, **_kwargs: tensor,
+    Tensor.stride: lambda tensor, *dim: torch.empty(tensor.shape, device="meta").stride(*dim),
+    Tensor.to: _to,
+    Tensor.cpu: lambda tensor, **kwargs: _to(tensor, "cpu", **kwargs),
+    Tensor.float: lambda tensor, **kwargs: _to(tensor, torch.float32, **kwargs),
+    Tensor.numpy: _numpy,
+}

@@ -1,0 +1,218 @@
+"""The API of plain training loops: wrap a model, step over a window, get the model back."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain_nb.errors import ArgumentError, ModelError
+from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
+from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind
+from megatrain_nb.runtime.session import require_session
+from megatrain_nb.runtime.window import Window
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from megatrain_nb.runtime.callbacks import StepResult
+
+
+def wrap(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    lr: float = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    max_grad_norm: float | None = None,
+) -> tuple[nn.Module, AdamW]:
+    """Move a model into the open session; the usual training loop works on what comes back.
+
+    Parameters
+    ----------
+    model
+        fp32, in RAM or made by ``mt.from_config``. Its memory is freed block by block as it moves.
+    optimizer
+        A torch.optim.AdamW or Adam to take over, state included; None makes an AdamW.
+    lr, betas, eps, weight_decay
+        Of the AdamW that is made, as in torch.optim.AdamW.
+    max_grad_norm
+        Clip the total norm in every ``optimizer.step()``.
+
+    Returns
+    -------
+    tuple
+        The same model, and a torch.optim.Optimizer for it.
+
+    Raises
+    ------
+    SessionError
+        No session is open.
+    ArgumentError
+        An optimizer that cannot be taken over.
+    ModelError
+        A model that cannot be streamed.
+    BudgetError
+        It does not fit.
+    """
+    session = require_session()
+    if optimizer is not None:
+        check_kind(optimizer)
+    offloaded = offloaded_model(model)
+    if offloaded is None:
+        offloaded = offload(model, session)
+    if optimizer is not None:
+        return model, adopt(offloaded, optimizer, max_grad_norm)
+    params = [param for param in model.parameters() if param.requires_grad]
+    made = AdamW(
+        offloaded, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+    )
+    return model, made
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model as an ordinary one, its weights in ordinary memory.
+
+    Raises
+    ------
+    ModelError
+        The model is not in a session.
+    """
+    return _require(model).move_out()
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: AdamW,
+    micro_batches: Sequence[Mapping[str, Any]],
+    loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None,
+) -> StepResult:
+    """Take one optimizer step over a window of micro-batches, layer by layer.
+
+    Parameters
+    ----------
+    model, optimizer
+        From `wrap`.
+    micro_batches
+        What ``model(**batch)`` takes, ``labels`` included; at least one.
+    loss_fn
+        ``loss_fn(model, batch)`` gives a micro-batch's part of the window's loss: the window's loss is their
+        sum. None takes the model's own loss, normalised by the window's valid tokens.
+
+    Returns
+    -------
+    StepResult
+        Loss, gradient norm, tokens, and seconds by cause.
+
+    Raises
+    ------
+    ArgumentError
+        No micro-batch, or gradients are pending from an earlier backward.
+    ModelError
+        The model gives no loss.
+    """
+    offloaded = _require(model)
+    if not micro_batches:
+        msg = "train_step needs at least one micro-batch"
+        raise ArgumentError(msg)
+    if offloaded.executor.norms:
+        msg = "gradients are pending from an earlier backward; call optimizer.step() or optimizer.zero_grad() first"
+        raise ArgumentError(msg)
+    session = offloaded.session
+    since = session.clock()
+    tokens = sum(valid_tokens(model, batch) for batch in micro_batches)
+    if loss_fn is not None:
+        computes = [lambda batch=batch: loss_fn(model, batch) for batch in micro_batches]  # type: ignore[misc]
+    else:
+        computes = [lambda batch=batch: _own_loss(model, batch, tokens, micro_batches) for batch in micro_batches]  # type: ignore[misc]
+    losses = run_window(offloaded, computes)
+    optimizer.step()
+    optimizer.zero_grad()
+    return session.finish_step(
+        since,
+        step=offloaded.num_steps,
+        loss=float(sum(losses[1:], losses[0])),
+        grad_norm=float(optimizer.last_grad_norm),
+        tokens=tokens,
+    )
+
+
+def run_window(offloaded: OffloadedModel, computes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+    """Run forward and backward of a window; after an error or interrupt no gradient of it is left.
+
+    Returns
+    -------
+    list
+        Each micro-batch's detached loss.
+    """
+    executor = offloaded.executor
+    executor.check_usable()
+    try:
+        losses = Window(executor, computes, step=offloaded.num_steps).run()
+    except BaseException:
+        executor.abort()
+        executor.drop_gradients()
+        raise
+    executor.rest()
+    return losses
+
+
+def valid_tokens(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Count the labels that enter the loss: not -100, and shifted where the model shifts them."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        return 0
+    if shifts_labels(model):
+        labels = labels[..., 1:]
+    return int(labels.ne(-100).sum())
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's loss compares position i with label i + 1, as causal language models do."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss  # noqa: PLC0415
+
+    config = getattr(model, "config", None)
+    is_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    return is_causal and not getattr(config, "is_encoder_decoder", False)
+
+
+def _own_loss(
+    model: nn.Module, batch: Mapping[str, Any], tokens: int, window: Sequence[Mapping[str, Any]]
+) -> Tensor:
+    """Return the micro-batch's part of the window's loss."""
+    if takes_num_items(model) and tokens:
+        outputs = model(**batch, num_items_in_batch=torch.tensor(tokens))
+        return _loss_of(outputs, model)
+    loss = _loss_of(model(**batch), model)
+    if tokens:  # the model takes the mean over its own tokens: weigh it by their share
+        return loss * (valid_tokens(model, batch) / tokens)
+    return loss / len(window)
+
+
+def takes_num_items(model: nn.Module) -> bool:
+    """Whether the model normalises its loss by ``num_items_in_batch``, as transformers' Trainer decides it."""
+    accepts = getattr(model, "accepts_loss_kwargs", None)
+    if accepts is not None:
+        return bool(accepts)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def _loss_of(outputs: Any, model: nn.Module) -> Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    if not isinstance(loss, Tensor):
+        msg = f"{type(model).__name__} gives no loss for this batch; put 'labels' into it, or give loss_fn"
+        raise ModelError(msg)
+    return loss
+
+
+def _require(model: nn.Module) -> OffloadedModel:
+    offloaded = offloaded_model(model)
+    if offloaded is None:
+        msg = f"{type(model).__name__} is not in a session; call mt.wrap(model) after mt.init(...)"
+        raise ModelError(msg)
+    return offloaded

@@ -1,0 +1,1 @@
+"""Bytes by key: RAM slabs with a hard budget, and tiles on NVMe past the page cache."""

@@ -1,0 +1,24 @@
+"""What every test shares: no network, and GPU tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+
+# Read when huggingface_hub, transformers and tokenizers are imported: set first.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch  # noqa: PLC0415 - a run without GPU tests need not wait for torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))

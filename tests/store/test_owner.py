@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from megatrain_nb.errors import SessionError, StoreError
+from megatrain_nb.store.owner import OwnerLock, reclaim
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HOLD = """
+import sys
+from pathlib import Path
+from megatrain_nb.store.owner import OwnerLock
+lock = OwnerLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_owned_once_then_free_again(tmp_path: Path) -> None:
+    lock = OwnerLock(tmp_path)
+    assert not lock.took_over
+    owner = json.loads(lock.path.read_text())
+    assert owner["pid"] == os.getpid()
+    with pytest.raises(SessionError, match="another session of this process since 2"):
+        OwnerLock(tmp_path)
+    lock.release()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+    OwnerLock(tmp_path).release()
+
+
+def test_another_process_is_named_and_its_death_frees_the_directory(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(SessionError, match=f"process {other.pid} on "):
+            OwnerLock(tmp_path)
+        with pytest.raises(SessionError, match=f"process {other.pid} on "):
+            reclaim(tmp_path)
+        other.kill()
+    assert (tmp_path / "owner.lock").exists()
+    lock = OwnerLock(tmp_path)
+    assert lock.took_over
+    lock.release()
+
+
+def test_release_leaves_the_lock_of_a_successor_alone(tmp_path: Path) -> None:
+    first = OwnerLock(tmp_path)
+    first.path.unlink()  # somebody cleaned up by hand
+    second = OwnerLock(tmp_path)
+    first.release()
+    assert second.path.exists()
+    with pytest.raises(SessionError):
+        OwnerLock(tmp_path)
+    second.release()
+
+
+def test_reclaim_deletes_our_files_only(tmp_path: Path) -> None:
+    (tmp_path / "tiles.bin").write_bytes(bytes(8192))
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "thesis.tex").write_text("keep me")
+    lock = OwnerLock(tmp_path)
+    assert reclaim(tmp_path) >= 8192
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["owner.lock", "thesis.tex"]
+    assert reclaim(tmp_path) == 0
+    lock.release()
+    assert reclaim(tmp_path) == 0
+
+
+def test_reclaim_does_not_follow_or_delete_links(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.write_bytes(bytes(10))
+    (tmp_path / "tiles.bin").symlink_to(target)
+    assert reclaim(tmp_path) == 0
+    assert (tmp_path / "tiles.bin").is_symlink()
+    assert target.exists()
+
+
+def test_a_directory_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="No such file"):
+        OwnerLock(tmp_path / "missing")
+
+
+def test_a_half_written_lock_still_gives_a_clear_error(tmp_path: Path) -> None:
+    lock = OwnerLock(tmp_path)
+    lock.path.write_text('{"pid": 1')
+    with pytest.raises(SessionError, match="process unknown on unknown"):
+        OwnerLock(tmp_path)
+    lock.release()
