@@ -9,7 +9,9 @@ from megatrain_nb.errors import ArgumentError
 
 _SI = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
 _IEC = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
-_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]i?|)b?\s*", re.IGNORECASE)
+_SIZE = re.compile(
+    r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([kmgtp]i?|)b?\s*", re.IGNORECASE
+)
 
 
 def parse_size(value: float | str, *, name: str = "size") -> int:
@@ -43,7 +45,11 @@ def parse_size(value: float | str, *, name: str = "size") -> int:
             msg = f"{name}={value!r} is not a size; give {allowed}"
             raise ArgumentError(msg)
         unit = match[2].lower()
-        scale = 10**9 if value.strip()[-1:].isdigit() or value.strip().endswith(".") else (_SI | _IEC)[unit]
+        scale = (
+            10**9
+            if value.strip()[-1:].isdigit() or value.strip().endswith(".")
+            else (_SI | _IEC)[unit]
+        )
         number = float(match[1])
     elif isinstance(value, bool) or not isinstance(value, int | float):
         msg = f"{name}={value!r} is not a size; give {allowed}"
@@ -106,4 +112,10 @@ def format_count(count: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+    return (
+        f"{value:.0f}"
+        if value >= 99.95
+        else f"{value:.1f}"
+        if value >= 9.995
+        else f"{value:.2f}"
+    )

@@ -106,14 +106,21 @@ def parse_cell_line(line: str) -> None:
 
 def options_of(command: str) -> list[str]:
     """Return the long options of a command, in the order of its help."""
-    actions = COMMANDS[command]._actions  # noqa: SLF001 - argparse has no public list
-    return [name for action in actions for name in action.option_strings if name[1] == "-"]
+    actions = COMMANDS[command]._actions
+    return [
+        name for action in actions for name in action.option_strings if name[1] == "-"
+    ]
 
 
 def overview() -> str:
     """Return the text of ``%megatrain help`` (and of ``%megatrain?``)."""
-    entries = [(f"%megatrain {name}", str(parser.description)) for name, parser in COMMANDS.items()]
-    entries.append(("%%megatrain [train]", "run the cell's training code and show its progress"))
+    entries = [
+        (f"%megatrain {name}", str(parser.description))
+        for name, parser in COMMANDS.items()
+    ]
+    entries.append(
+        ("%%megatrain [train]", "run the cell's training code and show its progress")
+    )
     width = max(len(entry[0]) for entry in entries)
     lines = [f"  {usage:{width}}  {what}" for usage, what in entries]
     head = "megatrain_nb trains language models larger than memory."

@@ -6,7 +6,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import BudgetError
-from megatrain_nb.plan.model import BYTES_PER_GRAD, BYTES_PER_STATES, BYTES_PER_WEIGHT, TILE_NUMEL
+from megatrain_nb.plan.model import (
+    BYTES_PER_GRAD,
+    BYTES_PER_STATES,
+    BYTES_PER_WEIGHT,
+    TILE_NUMEL,
+)
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -113,7 +118,11 @@ def plan_residency(
     allowed = left if resident_bytes is None else min(left, resident_bytes)
     left = allowed
     kept: dict[str, set[int]] = {"weights": set(), "grads": set(), "states": set()}
-    for what, unit in (("weights", BYTES_PER_WEIGHT), ("grads", BYTES_PER_GRAD), ("states", BYTES_PER_STATES)):
+    for what, unit in (
+        ("weights", BYTES_PER_WEIGHT),
+        ("grads", BYTES_PER_GRAD),
+        ("states", BYTES_PER_STATES),
+    ):
         for pack in reversed(spec.packs):
             if pack.numel * unit <= left:
                 left -= pack.numel * unit

@@ -58,7 +58,10 @@ class PackSpec:
         >>> pack_params(0, "head", [("weight", (3, 1024))]).tiles(2048)
         [(0, 2048), (2048, 3072)]
         """
-        return [(start, min(start + tile_numel, self.numel)) for start in range(0, self.numel, tile_numel)]
+        return [
+            (start, min(start + tile_numel, self.numel))
+            for start in range(0, self.numel, tile_numel)
+        ]
 
     @property
     def weight_bytes(self) -> int:
@@ -99,10 +102,16 @@ class ModelSpec:
     @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and moments together."""
-        return self.weight_bytes * (BYTES_PER_WEIGHT + BYTES_PER_GRAD + BYTES_PER_STATES) // BYTES_PER_WEIGHT
+        return (
+            self.weight_bytes
+            * (BYTES_PER_WEIGHT + BYTES_PER_GRAD + BYTES_PER_STATES)
+            // BYTES_PER_WEIGHT
+        )
 
 
-def pack_params(index: int, name: str, params: Sequence[tuple[str, tuple[int, ...]]]) -> PackSpec:
+def pack_params(
+    index: int, name: str, params: Sequence[tuple[str, tuple[int, ...]]]
+) -> PackSpec:
     """Lay parameters out one after the other.
 
     Parameters
@@ -122,7 +131,12 @@ def pack_params(index: int, name: str, params: Sequence[tuple[str, tuple[int, ..
     for param, shape in params:
         specs.append(ParamSpec(name=param, shape=shape, offset=offset))
         offset = _round_up(offset + math.prod(shape), _PARAM_ALIGN)
-    return PackSpec(index=index, name=name, params=tuple(specs), numel=_round_up(offset, _PACK_ALIGN))
+    return PackSpec(
+        index=index,
+        name=name,
+        params=tuple(specs),
+        numel=_round_up(offset, _PACK_ALIGN),
+    )
 
 
 def _round_up(value: int, unit: int) -> int:

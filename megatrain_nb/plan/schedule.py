@@ -63,7 +63,9 @@ def from_text(text: str) -> list[Action]:
     return [Action.parse(word) for word in text.split()]
 
 
-def make_schedule(spec: ModelSpec, order: Sequence[int], kind: Kind, *, depth: int = 1) -> list[Action]:
+def make_schedule(
+    spec: ModelSpec, order: Sequence[int], kind: Kind, *, depth: int = 1
+) -> list[Action]:
     """Return the actions that let the blocks of ``order`` compute one after the other.
 
     Parameters
@@ -86,7 +88,9 @@ def make_schedule(spec: ModelSpec, order: Sequence[int], kind: Kind, *, depth: i
     --------
     >>> from megatrain_nb.plan.model import BlockSpec, ModelSpec
     >>> blocks = tuple(BlockSpec(index=i, name=str(i), packs=(i,)) for i in range(3))
-    >>> to_text(make_schedule(ModelSpec(blocks=blocks, packs=()), [0, 1, 2], Kind.FORWARD))
+    >>> to_text(
+    ...     make_schedule(ModelSpec(blocks=blocks, packs=()), [0, 1, 2], Kind.FORWARD)
+    ... )
     '0:READ 1:READ 0:FORWARD 0:FREE 2:READ 1:FORWARD 1:FREE 2:FORWARD 2:FREE'
     """
     actions: list[Action] = []
@@ -120,7 +124,11 @@ def successors(learned: Sequence[int], block: int, after: int) -> list[int]:
 
     Examples
     --------
-    >>> successors([0, 1, 2, 3], 2, after=1), successors([0, 1, 2, 3], 0, after=3), successors([0], 7, after=0)
+    >>> (
+    ...     successors([0, 1, 2, 3], 2, after=1),
+    ...     successors([0, 1, 2, 3], 0, after=3),
+    ...     successors([0], 7, after=0),
+    ... )
     ([2, 3], [0, 1, 2, 3], [7])
     """
     for start in (after, 0):

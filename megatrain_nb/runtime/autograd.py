@@ -24,7 +24,9 @@ def through_autograd(executor: Executor, call: BlockCall) -> Any:
         return call.result(call.outputs)
     # Without an input that wants a gradient (token ids), this keeps the node in the graph.
     anchor = torch.zeros((), requires_grad=True)
-    return call.result(_BlockNode.apply(executor, call, executor.version, anchor, *call.tracked))
+    return call.result(
+        _BlockNode.apply(executor, call, executor.version, anchor, *call.tracked)
+    )
 
 
 class _BlockNode(torch.autograd.Function):
@@ -32,12 +34,23 @@ class _BlockNode(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, executor: Executor, call: BlockCall, version: int, _anchor: Tensor, *_tracked: Tensor
+        ctx: Any,
+        executor: Executor,
+        call: BlockCall,
+        version: int,
+        _anchor: Tensor,
+        *_tracked: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.executor, ctx.call, ctx.version = executor, call, version
         ctx.set_materialize_grads(False)
         outputs = tuple(x.detach() for x in call.outputs)
-        ctx.mark_non_differentiable(*(out for out, x in zip(outputs, call.outputs, strict=True) if not x.requires_grad))
+        ctx.mark_non_differentiable(
+            *(
+                out
+                for out, x in zip(outputs, call.outputs, strict=True)
+                if not x.requires_grad
+            )
+        )
         return outputs
 
     @staticmethod

@@ -54,18 +54,30 @@ class BlockCall:
         After `run`: what autograd would have kept, in bytes.
     """
 
-    def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        block: Block,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+    ) -> None:
         self.block = block
         self._inputs, self._structure = pytree.tree_flatten((args, kwargs))
         self._device = device
         self._autocast = Autocast.current(device)
-        self.tracked = [x for x in self._inputs if isinstance(x, Tensor) and x.requires_grad]
+        self.tracked = [
+            x for x in self._inputs if isinstance(x, Tensor) and x.requires_grad
+        ]
         self.outputs: list[Tensor] = []
         self.saved_bytes = 0
         self._result: Any = None
         self._rng: list[Tensor] = []
         self._collector = _active_collector()
-        self._collected = {key: len(x) for key, x in (self._collector or {}).items() if isinstance(x, list)}
+        self._collected = {
+            key: len(x)
+            for key, x in (self._collector or {}).items()
+            if isinstance(x, list)
+        }
         self._recorded_counts: dict[str, int] = {}
         self._kept: tuple[list[Tensor], list[Tensor]] | None = None
         self._check_inputs()
@@ -106,7 +118,9 @@ class BlockCall:
         The recorded ones among them go where transformers' recorder would have put them.
         """
         remaining = iter(outputs)
-        returned = pytree.tree_map(lambda x: next(remaining) if x is _HERE else x, self._result)
+        returned = pytree.tree_map(
+            lambda x: next(remaining) if x is _HERE else x, self._result
+        )
         for key, count in self._recorded_counts.items():
             assert self._collector is not None
             self._collector[key].extend(next(remaining) for _ in range(count))
@@ -142,7 +156,11 @@ class BlockCall:
                 raise ModelError(msg)
         else:
             (tensors, fresh), self._kept = self._kept, None
-        pairs = [(x, g) for x, g in zip(tensors, grads, strict=True) if g is not None and x.requires_grad]
+        pairs = [
+            (x, g)
+            for x, g in zip(tensors, grads, strict=True)
+            if g is not None and x.requires_grad
+        ]
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
         return [x.grad for x in fresh]
@@ -157,10 +175,18 @@ class BlockCall:
                 leaves[index] = value.detach().requires_grad_()
                 fresh.append(leaves[index])
         args, kwargs = pytree.tree_unflatten(leaves, self._structure)
-        with torch.enable_grad(), self._autocast.applied(), self._recording() as recorded:
+        with (
+            torch.enable_grad(),
+            self._autocast.applied(),
+            self._recording() as recorded,
+        ):
             result = self.block.forward(*args, **kwargs)
         tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        return result, tensors + [x for values in recorded.values() for x in values], fresh
+        return (
+            result,
+            tensors + [x for values in recorded.values() for x in values],
+            fresh,
+        )
 
     @contextmanager
     def _recording(self) -> Iterator[dict[str, list[Tensor]]]:
@@ -170,7 +196,9 @@ class BlockCall:
             yield recorded
             return
         # Lists as long as they were at the call: what is collected may depend on the position.
-        inner = dict(self._collector) | {key: [None] * count for key, count in self._collected.items()}
+        inner = dict(self._collector) | {
+            key: [None] * count for key, count in self._collected.items()
+        }
         variable = sys.modules[_RECORDER]._active_collector
         token = variable.set(inner)
         try:
@@ -199,9 +227,13 @@ class BlockCall:
         for value in self._inputs:
             if isinstance(value, Tensor):
                 if source_of(value) is not None:
-                    msg = f"{self.block.name} is given the parameter {source_of(value).name} as an argument; its gradient would be lost"  # type: ignore[union-attr]  # noqa: E501
+                    msg = f"{self.block.name} is given the parameter {source_of(value).name} as an argument; its gradient would be lost"  # type: ignore[union-attr]
                     raise ModelError(msg)
-            elif not isinstance(value, _PLAIN) and hasattr(value, "update") and hasattr(value, "get_seq_length"):
+            elif (
+                not isinstance(value, _PLAIN)
+                and hasattr(value, "update")
+                and hasattr(value, "get_seq_length")
+            ):
                 msg = f"{self.block.name} is given a key-value cache while training; call the model with use_cache=False"
                 raise ModelError(msg)
 

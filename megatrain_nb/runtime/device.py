@@ -67,7 +67,9 @@ class SlotDevice:
     same code, separate copies included, where there is no accelerator.
     """
 
-    def __init__(self, torch_device: torch.device, *, max_bytes: int | None = None) -> None:
+    def __init__(
+        self, torch_device: torch.device, *, max_bytes: int | None = None
+    ) -> None:
         self.torch_device = torch_device
         self._max_bytes = max_bytes
         self._free: dict[int, list[Tensor]] = {}
@@ -89,7 +91,9 @@ class SlotDevice:
 
     def _new_slot(self, numel: int) -> Tensor:
         nbytes = numel * 4
-        while self._max_bytes is not None and self._used_bytes + nbytes > self._max_bytes:
+        while (
+            self._max_bytes is not None and self._used_bytes + nbytes > self._max_bytes
+        ):
             size = next((size for size, slots in self._free.items() if slots), None)
             if size is None:
                 msg = (
@@ -120,7 +124,9 @@ class SlotDevice:
         self._used_bytes = 0
 
 
-def open_device(name: str | torch.device | None, *, max_vram_bytes: int | None) -> Device:
+def open_device(
+    name: str | torch.device | None, *, max_vram_bytes: int | None
+) -> Device:
     """Return the device to compute on; None takes CUDA where there is one, else the CPU.
 
     Raises
@@ -128,7 +134,11 @@ def open_device(name: str | torch.device | None, *, max_vram_bytes: int | None) 
     ArgumentError
         The device is not there, or is of a kind that is not supported.
     """
-    chosen = torch.device(name) if name is not None else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = (
+        torch.device(name)
+        if name is not None
+        else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    )
     if chosen.type == "cpu":
         return HostDevice()
     if chosen.type != "cuda":

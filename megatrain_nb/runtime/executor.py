@@ -110,7 +110,9 @@ class Executor:
             return self.window.suspend(call)
         return through_autograd(self, call)
 
-    def forward_only(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward_only(
+        self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a block without gradients, as it is called."""
         with self.running(block, Kind.FORWARD) as bound, bound:
             return block.forward(*args, **kwargs)
@@ -121,7 +123,9 @@ class Executor:
             self._learned, self._order = self._order, []
 
     @contextmanager
-    def running(self, block: Block, kind: Kind, *, turning: bool = False) -> Iterator[Bound]:
+    def running(
+        self, block: Block, kind: Kind, *, turning: bool = False
+    ) -> Iterator[Bound]:
         """Load a block and let it compute; the gradients that landed are noted at the end.
 
         Parameters
@@ -135,7 +139,11 @@ class Executor:
         """
         self._advance(block, kind)
         with_grads = turning or kind is Kind.BACKWARD
-        grads = {pack: self.pager.need(pack, What.GRADS) for pack in block.spec.packs if with_grads}
+        grads = {
+            pack: self.pager.need(pack, What.GRADS)
+            for pack in block.spec.packs
+            if with_grads
+        }
         start = time.perf_counter()
         bound = Bound(block, self._plain_parameters(block, grads))
         try:
@@ -147,12 +155,16 @@ class Executor:
                 self.pager.drop(pack, What.GRADS, dirty=True)
             end = time.perf_counter()
             self.compute_seconds += end - start
-            self._on_span(Span(kind=str(kind), name=block.name, start_s=start, end_s=end))
+            self._on_span(
+                Span(kind=str(kind), name=block.name, start_s=start, end_s=end)
+            )
 
     def is_last(self, block: Block) -> bool:
         """Whether the forward in progress is expected to end with this call of the block."""
         index = block.spec.index
-        return self._learned[-1] == index and self._order.count(index) + 1 >= self._learned.count(index)
+        return self._learned[-1] == index and self._order.count(
+            index
+        ) + 1 >= self._learned.count(index)
 
     # -- the schedule -----------------------------------------------------------------------------------
 
@@ -174,7 +186,9 @@ class Executor:
         self._note(wanted)
         for pack in block.spec.packs:
             if pack not in self._loaded:
-                self._loaded[pack] = self.device.onload(self.pager.need(pack, What.WEIGHTS))
+                self._loaded[pack] = self.device.onload(
+                    self.pager.need(pack, What.WEIGHTS)
+                )
 
     def _plan(self, wanted: Action) -> list[Action]:
         spec = self.layers.spec
@@ -183,7 +197,11 @@ class Executor:
             order = successors(self._learned, wanted.block, len(self._order))
         else:
             seen = [*reversed(self._trace)]
-            order = seen[seen.index(wanted.block) :] if wanted.block in seen else [wanted.block]
+            order = (
+                seen[seen.index(wanted.block) :]
+                if wanted.block in seen
+                else [wanted.block]
+            )
         return make_schedule(spec, order, wanted.kind)
 
     def _note(self, action: Action) -> None:
@@ -225,10 +243,12 @@ class Executor:
 
     # -- parameters in modules --------------------------------------------------------------------------
 
-    def _plain_parameters(self, block: Block, grads: dict[int, Any]) -> dict[nn.Parameter, nn.Parameter]:
+    def _plain_parameters(
+        self, block: Block, grads: dict[int, Any]
+    ) -> dict[nn.Parameter, nn.Parameter]:
         """Make ordinary parameters over the loaded weights."""
         plain: dict[nn.Parameter, nn.Parameter] = {}
-        with torch.inference_mode(False), torch.no_grad():  # noqa: FBT003
+        with torch.inference_mode(False), torch.no_grad():
             for param in dict.fromkeys(site.param for site in block.sites):
                 home = self.layers.homes[param]
                 values = part_of(self._loaded[home.pack.index], home)
@@ -237,7 +257,9 @@ class Executor:
                     self._home_gradient(param, plain[param], grads[home.pack.index])
         return plain
 
-    def _home_gradient(self, param: nn.Parameter, plain: nn.Parameter, host: Any) -> None:
+    def _home_gradient(
+        self, param: nn.Parameter, plain: nn.Parameter, host: Any
+    ) -> None:
         """Let gradients accumulate in the very bytes that the optimizer will read, where that is possible."""
         home = self.layers.homes[param]
         gradient = self.device.gradient_home(host)
@@ -249,7 +271,10 @@ class Executor:
 
         def landed(tensor: Tensor) -> None:
             # The first gradient comes as a tensor of its own; from then on autograd adds in place.
-            if tensor.grad is not None and tensor.grad.data_ptr() != gradient.data_ptr():
+            if (
+                tensor.grad is not None
+                and tensor.grad.data_ptr() != gradient.data_ptr()
+            ):
                 gradient.copy_(tensor.grad)
                 tensor.grad = gradient
 
@@ -263,14 +288,27 @@ class Executor:
             if plain.grad is None:
                 continue
             home = self.layers.homes[param]
-            pending = part_of(torch.from_numpy(self.pager.piece(home.pack.index, What.GRADS).floats()), home)
+            pending = part_of(
+                torch.from_numpy(
+                    self.pager.piece(home.pack.index, What.GRADS).floats()
+                ),
+                home,
+            )
             if plain.grad.data_ptr() != pending.data_ptr():
                 arrived = plain.grad.to(pending.device)
                 pending.add_(arrived) if param in self.norms else pending.copy_(arrived)
             num_bytes += pending.nbytes
             self.norms[param] = torch.linalg.vector_norm(pending)
         end = time.perf_counter()
-        self._on_span(Span(kind="OFFLOAD", name=block.name, start_s=start, end_s=end, num_bytes=num_bytes))
+        self._on_span(
+            Span(
+                kind="OFFLOAD",
+                name=block.name,
+                start_s=start,
+                end_s=end,
+                num_bytes=num_bytes,
+            )
+        )
 
     # -- gradients -----------------------------------------------------------------------------------------
 
@@ -309,4 +347,3 @@ def part_of(flat: Tensor, home: Home) -> Tensor:
     """Return a parameter's values as a view of its pack's flat vector."""
     spec = home.spec
     return flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
-

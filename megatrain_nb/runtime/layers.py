@@ -15,7 +15,13 @@ import torch
 from torch import nn
 
 from megatrain_nb.errors import ModelError
-from megatrain_nb.plan.model import BlockSpec, ModelSpec, PackSpec, ParamSpec, pack_params
+from megatrain_nb.plan.model import (
+    BlockSpec,
+    ModelSpec,
+    PackSpec,
+    ParamSpec,
+    pack_params,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,15 +116,28 @@ def cut(model: nn.Module) -> Layers:
     homes: dict[nn.Parameter, Home] = {}
     for name, module in _find(model):
         sites = tuple(_sites(module))
-        own = list(dict.fromkeys(site.param for site in sites if site.param not in homes))
+        own = list(
+            dict.fromkeys(site.param for site in sites if site.param not in homes)
+        )
         if own:
-            pack = pack_params(len(packs), name, [(names[param], tuple(param.shape)) for param in own])
+            pack = pack_params(
+                len(packs), name, [(names[param], tuple(param.shape)) for param in own]
+            )
             packs.append(pack)
-            homes.update({param: Home(pack, spec) for param, spec in zip(own, pack.params, strict=True)})
+            homes.update(
+                {
+                    param: Home(pack, spec)
+                    for param, spec in zip(own, pack.params, strict=True)
+                }
+            )
         used = tuple(dict.fromkeys(homes[site.param].pack.index for site in sites))
-        blocks.append(Block(BlockSpec(index=len(blocks), name=name, packs=used), module, sites))
+        blocks.append(
+            Block(BlockSpec(index=len(blocks), name=name, packs=used), module, sites)
+        )
     return Layers(
-        spec=ModelSpec(blocks=tuple(block.spec for block in blocks), packs=tuple(packs)),
+        spec=ModelSpec(
+            blocks=tuple(block.spec for block in blocks), packs=tuple(packs)
+        ),
         blocks=tuple(blocks),
         homes={param: homes[param] for param in names if param in homes},
         resident={name: param for param, name in names.items() if param not in homes},
@@ -135,27 +154,42 @@ def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             return False
         if type(module).__name__ in layer_classes:
             return True
-        return isinstance(parent, nn.ModuleList | nn.Sequential) and not holds_layers(module)
+        return isinstance(parent, nn.ModuleList | nn.Sequential) and not holds_layers(
+            module
+        )
 
     def holds_layers(module: nn.Module) -> bool:
         return any(
             type(inner).__name__ in layer_classes
-            or (not layer_classes and isinstance(inner, nn.ModuleList | nn.Sequential) and len(inner) > 1)
+            or (
+                not layer_classes
+                and isinstance(inner, nn.ModuleList | nn.Sequential)
+                and len(inner) > 1
+            )
             for inner in module.modules()
             if inner is not module and _has_parameters(inner)
         )
 
-    def visit(name: str, module: nn.Module, parent: nn.Module | None) -> Iterator[tuple[str, nn.Module]]:
+    def visit(
+        name: str, module: nn.Module, parent: nn.Module | None
+    ) -> Iterator[tuple[str, nn.Module]]:
         if module in seen or not _has_parameters(module):
             return
         owns = any(param is not None for param in module._parameters.values())
-        inside_list = any(isinstance(inner, nn.ModuleList | nn.Sequential) for inner in module.modules())
-        if is_layer(module, parent) or (owns and not holds_layers(module) and not inside_list):
+        inside_list = any(
+            isinstance(inner, nn.ModuleList | nn.Sequential)
+            for inner in module.modules()
+        )
+        if is_layer(module, parent) or (
+            owns and not holds_layers(module) and not inside_list
+        ):
             seen.update(module.modules())
             yield name or type(module).__name__, module
             return
         for child_name, child in module.named_children():
-            yield from visit(f"{name}.{child_name}" if name else child_name, child, module)
+            yield from visit(
+                f"{name}.{child_name}" if name else child_name, child, module
+            )
 
     return visit("", model, None)
 

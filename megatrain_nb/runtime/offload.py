@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,15 +14,22 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
-from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.executor import Executor, part_of
+from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.layers import Home, Layers, cut
 from megatrain_nb.runtime.pager import Pager, What
-from megatrain_nb.runtime.tensor import StreamedTensor, plain_parameter, stream_parameter, streamed_tensor
+from megatrain_nb.runtime.tensor import (
+    StreamedTensor,
+    plain_parameter,
+    stream_parameter,
+    streamed_tensor,
+)
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from torch.utils.hooks import RemovableHandle
 
     from megatrain_nb.runtime.session import Session
 
@@ -34,8 +42,14 @@ _FIRST_GUESS = 0.25
 class PieceSource:
     """Where a streamed tensor's values are: one parameter's part of one piece."""
 
-    def __init__(self, offloaded: OffloadedModel, param: nn.Parameter, home: Home, what: What) -> None:
-        self.name = home.spec.name if what is What.WEIGHTS else f"{what.value} of {home.spec.name}"
+    def __init__(
+        self, offloaded: OffloadedModel, param: nn.Parameter, home: Home, what: What
+    ) -> None:
+        self.name = (
+            home.spec.name
+            if what is What.WEIGHTS
+            else f"{what.value} of {home.spec.name}"
+        )
         self._offloaded = offloaded
         self._param = param
         self._home = home
@@ -47,25 +61,33 @@ class PieceSource:
         self._offloaded.executor.check_usable()
         if write and self._what is What.WEIGHTS:
             self._offloaded.executor.version += 1
-        with self._offloaded.pager.opened(self._home.pack.index, self._what, write=write) as flat:
+        with self._offloaded.pager.opened(
+            self._home.pack.index, self._what, write=write
+        ) as flat:
             values = part_of(torch.from_numpy(flat), self._home)
             yield values
             if write and self._what is What.GRADS:
-                self._offloaded.executor.norms[self._param] = torch.linalg.vector_norm(values)
+                self._offloaded.executor.norms[self._param] = torch.linalg.vector_norm(
+                    values
+                )
 
     def grad(self) -> StreamedTensor | None:
         """Return the pending gradient of a parameter, or None."""
         if self._param not in self._offloaded.executor.norms:
             return None
         source = PieceSource(self._offloaded, self._param, self._home, What.GRADS)
-        return streamed_tensor(source, self._home.spec.shape, torch.float32, self._offloaded.device)
+        return streamed_tensor(
+            source, self._home.spec.shape, torch.float32, self._offloaded.device
+        )
 
     def set_grad(self, value: Tensor | None) -> None:
         """Replace or drop the pending gradient."""
         if value is None:
             self._offloaded.executor.norms.pop(self._param, None)
             return
-        with PieceSource(self._offloaded, self._param, self._home, What.GRADS).opened(write=True) as values:
+        with PieceSource(self._offloaded, self._param, self._home, What.GRADS).opened(
+            write=True
+        ) as values:
             values.copy_(value)
 
 
@@ -96,7 +118,11 @@ class OffloadedModel:
             on_span=session.on_span,
         )
         self.executor = Executor(
-            layers, pager=self.pager, device=session.device, on_span=session.on_span, stop=session.stop_event
+            layers,
+            pager=self.pager,
+            device=session.device,
+            on_span=session.on_span,
+            stop=session.stop_event,
         )
         self.device = session.device.torch_device
         self.steps: dict[nn.Parameter, int] = {}
@@ -104,7 +130,7 @@ class OffloadedModel:
         self.num_steps = 0
         self.saved_at = -1
         self.residency = Residency()
-        self._hooks = [model.register_forward_pre_hook(lambda *_: self.executor.begin_forward())]
+        self._hooks: list[RemovableHandle] = []
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
         self.plan()
         session.adopt(self)
@@ -118,16 +144,34 @@ class OffloadedModel:
     def move_in(self) -> None:
         """Bring the model's parameters into the store, block by block; their memory is freed as it goes."""
         for param, home in self.layers.homes.items():
-            with self.pager.opened(home.pack.index, What.WEIGHTS, write=True) as flat, torch.no_grad():
+            with (
+                self.pager.opened(home.pack.index, What.WEIGHTS, write=True) as flat,
+                torch.no_grad(),
+            ):
                 part_of(torch.from_numpy(flat), home).copy_(param)
             stream_parameter(param, self.source(param), self.device)
         self.pager.barrier()
 
+    def become(self, model: nn.Module, layers: Layers) -> None:
+        """Speak of another model that is cut the same way."""
+        self.model, self.layers, self.executor.layers = model, layers, layers
+
     def intercept(self) -> None:
         """Send the blocks' calls through the executor."""
+        self.model._megatrain = self  # type: ignore[assignment]
+        self.model.save_pretrained = partial(save_pretrained, self.model)  # type: ignore[assignment]
+        self._hooks.append(
+            self.model.register_forward_pre_hook(
+                lambda *_: self.executor.begin_forward()
+            )
+        )
         for module in self.model.modules():
             if _takes_cache(module):
-                self._hooks.append(module.register_forward_pre_hook(no_cache_in_training, with_kwargs=True))
+                self._hooks.append(
+                    module.register_forward_pre_hook(
+                        no_cache_in_training, with_kwargs=True
+                    )
+                )
         for block in self.layers.blocks:
             block.intercept(self.executor.call)
         for name, param in self.layers.resident.items():
@@ -142,6 +186,8 @@ class OffloadedModel:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.model.__dict__.pop("save_pretrained", None)
+        self.model.__dict__.pop("_megatrain", None)
 
     def move_out(self) -> nn.Module:
         """Bring all weights back into ordinary memory and let go of the model."""
@@ -163,6 +209,11 @@ class OffloadedModel:
         )
         self.pager.close()
         self.session.dismiss(self)
+
+    def note_saved(self) -> None:
+        """The weights as they are now were exported."""
+        self.pager.close_held()
+        self.saved_at = self.num_steps
 
     # -- planning -----------------------------------------------------------------------------------------
 
@@ -197,7 +248,11 @@ class OffloadedModel:
         if measured > self._reserved or measured < 0.8 * self._reserved:
             self._reserved = max(measured, 0)
             self.plan()
-            logger.info("set aside %s for activations; %s resident", format_bytes(measured), format_bytes(self.residency.resident_bytes))
+            logger.info(
+                "set aside %s for activations; %s resident",
+                format_bytes(measured),
+                format_bytes(self.residency.resident_bytes),
+            )
 
     # -- gradients ------------------------------------------------------------------------------------------
 
@@ -210,13 +265,22 @@ class OffloadedModel:
                 found.append(norms[param])
             elif param not in self.layers.homes and param.grad is not None:
                 found.append(torch.linalg.vector_norm(param.grad).cpu())
-        return torch.linalg.vector_norm(torch.stack(found)) if found else torch.tensor(0.0)
+        return (
+            torch.linalg.vector_norm(torch.stack(found)) if found else torch.tensor(0.0)
+        )
 
     def moment(self, param: nn.Parameter, what: What) -> Tensor:
         """Return a moment as a tensor: streamed, or ordinary for a parameter that is."""
         if param in self.layers.homes:
-            return streamed_tensor(self.source(param, what), tuple(param.shape), torch.float32, torch.device("cpu"))
-        moments = self.moments.setdefault(param, (torch.zeros_like(param), torch.zeros_like(param)))
+            return streamed_tensor(
+                self.source(param, what),
+                tuple(param.shape),
+                torch.float32,
+                torch.device("cpu"),
+            )
+        moments = self.moments.setdefault(
+            param, (torch.zeros_like(param), torch.zeros_like(param))
+        )
         return moments[0 if what is What.EXP_AVG else 1]
 
 
@@ -231,21 +295,27 @@ def offload(model: nn.Module, session: Session) -> OffloadedModel:
     offloaded = OffloadedModel(model, layers, session)
     offloaded.move_in()
     offloaded.intercept()
-    model._megatrain = offloaded  # type: ignore[assignment]
     return offloaded
 
 
 def prepare(model: nn.Module) -> None:
     """Turn off what the runtime does itself."""
-    for name in ("activation", "gradient"):  # as transformers calls it now, and as it did before
+    for name in (
+        "activation",
+        "gradient",
+    ):  # as transformers calls it now, and as it did before
         if hasattr(type(model), f"is_{name}_checkpointing"):
             if getattr(model, f"is_{name}_checkpointing"):
-                logger.info("gradient checkpointing is turned off: the runtime recomputes each block already")
+                logger.info(
+                    "gradient checkpointing is turned off: the runtime recomputes each block already"
+                )
                 getattr(model, f"{name}_checkpointing_disable")()
             return
 
 
-def no_cache_in_training(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def no_cache_in_training(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Leave the key-value cache out where gradients are recorded: a recompute would fill it twice."""
     if torch.is_grad_enabled() and kwargs.get("use_cache") is None:
         return args, kwargs | {"use_cache": False}
@@ -253,7 +323,10 @@ def no_cache_in_training(module: nn.Module, args: tuple[Any, ...], kwargs: dict[
 
 
 def _takes_cache(module: nn.Module) -> bool:
-    return hasattr(getattr(module, "config", None), "use_cache") and "use_cache" in inspect.signature(module.forward).parameters
+    return (
+        hasattr(getattr(module, "config", None), "use_cache")
+        and "use_cache" in inspect.signature(module.forward).parameters
+    )
 
 
 def offloaded_model(model: nn.Module) -> OffloadedModel | None:

@@ -100,11 +100,17 @@ class AdamW(torch.optim.Optimizer):
         offloaded.executor.check_usable()
         offloaded.executor.rest()
         begin = time.perf_counter()
-        max_norm = self._clip_once if self._clip_once is not None else self.max_grad_norm
+        max_norm = (
+            self._clip_once if self._clip_once is not None else self.max_grad_norm
+        )
         self._clip_once = None
         self.last_grad_norm = offloaded.total_norm()
         scale = clip_coefficient(self.last_grad_norm, max_norm)
-        configs = {param: _config(group) for group in self.param_groups for param in group["params"]}
+        configs = {
+            param: _config(group)
+            for group in self.param_groups
+            for param in group["params"]
+        }
         with _interrupts_wait():
             try:
                 update_all(offloaded, configs, grad_scale=scale)
@@ -120,7 +126,7 @@ class AdamW(torch.optim.Optimizer):
         offloaded.learn()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
         """Forget all pending gradients."""
         self.offloaded.executor.drop_gradients()
 
@@ -138,11 +144,15 @@ class AdamW(torch.optim.Optimizer):
             Groups or parameters that do not match.
         """
         groups, saved = self.param_groups, state_dict["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+        if [len(group["params"]) for group in groups] != [
+            len(group["params"]) for group in saved
+        ]:
             msg = "the state holds other parameter groups than this optimizer"
             raise ValueError(msg)
         for group, other in zip(groups, saved, strict=True):
-            group.update({key: value for key, value in other.items() if key != "params"})
+            group.update(
+                {key: value for key, value in other.items() if key != "params"}
+            )
         params = [param for group in groups for param in group["params"]]
         for index, state in state_dict["state"].items():
             self.take_state(params[index], state)
@@ -168,7 +178,11 @@ class AdamW(torch.optim.Optimizer):
             state["step"] = torch.tensor(float(step))
 
 
-def adopt(offloaded: OffloadedModel, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> AdamW:
+def adopt(
+    offloaded: OffloadedModel,
+    optimizer: torch.optim.Optimizer,
+    max_grad_norm: float | None,
+) -> AdamW:
     """Take over a torch AdamW or Adam with its groups, hyper-parameters and state.
 
     Raises
@@ -177,11 +191,19 @@ def adopt(offloaded: OffloadedModel, optimizer: torch.optim.Optimizer, max_grad_
         Another optimizer, or an option that the kernels do not have.
     """
     check_kind(optimizer)
-    groups = [{key: value for key, value in group.items() if key not in _IGNORED} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key not in _IGNORED}
+        for group in optimizer.param_groups
+    ]
     for group in groups:
-        group.setdefault("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        group.setdefault(
+            "decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)
+        )
     adopted = AdamW(
-        offloaded, groups, decoupled=isinstance(optimizer, torch.optim.AdamW), max_grad_norm=max_grad_norm
+        offloaded,
+        groups,
+        decoupled=isinstance(optimizer, torch.optim.AdamW),
+        max_grad_norm=max_grad_norm,
     )
     for param, state in optimizer.state.items():
         adopted.take_state(param, state)

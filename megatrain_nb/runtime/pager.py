@@ -124,7 +124,9 @@ class Pager:
         self.wait_seconds = 0.0
         self._prefix = prefix
         self._on_span = on_span
-        self._pieces = {(pack.index, what): Piece(pack, what) for pack in packs for what in What}
+        self._pieces = {
+            (pack.index, what): Piece(pack, what) for pack in packs for what in What
+        }
         self._writing: dict[str, Future[None]] = {}
         self._held: Piece | None = None
 
@@ -202,7 +204,9 @@ class Pager:
                 self.store.delete(key)
 
     @contextmanager
-    def opened(self, pack: int, what: What, *, write: bool = False) -> Iterator[NDArray[np.float32]]:
+    def opened(
+        self, pack: int, what: What, *, write: bool = False
+    ) -> Iterator[NDArray[np.float32]]:
         """Use a piece outside a step; the last one stays in RAM until another is opened."""
         piece = self._pieces[pack, what]
         if self._held is not piece:
@@ -226,7 +230,9 @@ class Pager:
         """Return the store's key of the tile that begins at element ``start``."""
         return f"{self._prefix}{piece.what.value}/{piece.pack.index}/{start // self.tile_numel}"
 
-    def read_tile(self, piece: Piece, start: int, stop: int) -> tuple[Slab, Future[None] | None]:
+    def read_tile(
+        self, piece: Piece, start: int, stop: int
+    ) -> tuple[Slab, Future[None] | None]:
         """Start to read one tile of a piece that is on disk into a slab of its own."""
         slab = self._take((stop - start) * 4, "tiles of the update", patient=True)
         assert slab is not None
@@ -236,7 +242,11 @@ class Pager:
 
     def write_tile(self, piece: Piece, start: int, slab: Slab) -> None:
         """Write one tile behind; the slab goes back to the pool when it is on disk."""
-        self._write(self.tile_key(piece, start), slab.array, _Countdown(1, lambda: self.pool.give(slab)))
+        self._write(
+            self.tile_key(piece, start),
+            slab.array,
+            _Countdown(1, lambda: self.pool.give(slab)),
+        )
 
     def wait_for(self, future: Future[None] | None, what: str) -> None:
         """Wait for one read, and count the wait."""
@@ -256,14 +266,20 @@ class Pager:
         self.close_held()
         planned = {What.WEIGHTS: residency.weights, What.GRADS: residency.grads}
         for piece in self._pieces.values():
-            piece.resident = piece.pack.index in planned.get(piece.what, residency.states)
+            piece.resident = piece.pack.index in planned.get(
+                piece.what, residency.states
+            )
         for piece in self._pieces.values():
             self.settle(piece)
 
     def resident_bytes(self) -> dict[str, int]:
         """Return bytes in RAM now, by kind."""
         return {
-            what.value: sum(p.num_bytes for p in self._pieces.values() if p.what is what and p.slab is not None)
+            what.value: sum(
+                p.num_bytes
+                for p in self._pieces.values()
+                if p.what is what and p.slab is not None
+            )
             for what in What
         }
 
@@ -297,7 +313,8 @@ class Pager:
 
     def _tiles(self, piece: Piece) -> list[tuple[str, int, int]]:
         return [
-            (self.tile_key(piece, start), start, stop) for start, stop in piece.pack.tiles(self.tile_numel)
+            (self.tile_key(piece, start), start, stop)
+            for start, stop in piece.pack.tiles(self.tile_numel)
         ]
 
     def _take(self, num_bytes: int, what: str, *, patient: bool) -> Slab | None:
@@ -320,7 +337,9 @@ class Pager:
             self.close_held()
             return True
         for piece in self._pieces.values():
-            if piece.slab is not None and not (piece.users or piece.dirty or piece.resident):
+            if piece.slab is not None and not (
+                piece.users or piece.dirty or piece.resident
+            ):
                 self._forget_slab(piece)
                 return True
         return False
@@ -339,7 +358,11 @@ class Pager:
 
     def _wait_writes(self, piece: Piece, *only: str) -> None:
         """A read must see the last version: let its writes land first."""
-        keys = [key for key in only or [tile[0] for tile in self._tiles(piece)] if key in self._writing]
+        keys = [
+            key
+            for key in only or [tile[0] for tile in self._tiles(piece)]
+            if key in self._writing
+        ]
         self._wait_all([self._writing.pop(key) for key in keys], f"writing the {piece}")
 
     def _wait_all(self, futures: list[Future[None]], what: str) -> None:
@@ -351,5 +374,8 @@ class Pager:
             end = time.perf_counter()
             if end - start > 1e-5:
                 self.wait_seconds += end - start
-                self._on_span(Span(kind="WAIT", name=what, start_s=start, end_s=end, lane="compute"))
-
+                self._on_span(
+                    Span(
+                        kind="WAIT", name=what, start_s=start, end_s=end, lane="compute"
+                    )
+                )

@@ -31,7 +31,10 @@ def available_bytes() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 8 * 10**9
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) * 1024
+    return (
+        next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        * 1024
+    )
 
 
 def _field(name: str) -> int:
@@ -40,4 +43,6 @@ def _field(name: str) -> int:
     except OSError:
         return 0
     start = text.find(name)
-    return int(text[start + len(name) :].split(maxsplit=1)[0]) * 1024 if start >= 0 else 0
+    return (
+        int(text[start + len(name) :].split(maxsplit=1)[0]) * 1024 if start >= 0 else 0
+    )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
@@ -72,7 +73,9 @@ class Session:
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
         self.max_disk_bytes = max_disk_bytes
-        self.max_ram_bytes = max_ram_bytes or round(_DEFAULT_RAM_SHARE * rss.available_bytes())
+        self.max_ram_bytes = max_ram_bytes or round(
+            _DEFAULT_RAM_SHARE * rss.available_bytes()
+        )
         self.max_resident_bytes: int | None = None
         self.callbacks: list[Callback] = []
         self.shown = False
@@ -90,7 +93,10 @@ class Session:
             self.device = open_device(device, max_vram_bytes=max_vram_bytes)
             self.pool = HostPool(self.max_ram_bytes)
             self.store = DiskStore(
-                preflight.path, max_bytes=max_disk_bytes, direct=preflight.direct, on_io=self._on_io
+                preflight.path,
+                max_bytes=max_disk_bytes,
+                direct=preflight.direct,
+                on_io=self._on_io,
             )
         except BaseException:
             self._lock.release()
@@ -140,11 +146,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        # A session that nobody holds any more must not keep its directory.
-        if not getattr(self, "_closed", True):
-            self.close()
 
     def stop(self) -> None:
         """Ask the running training to stop: KeyboardInterrupt at the next block border.
@@ -207,7 +208,15 @@ class Session:
             "written": float(self.store.written_bytes),
         }
 
-    def finish_step(self, since: dict[str, float], *, step: int, loss: float, grad_norm: float, tokens: int) -> StepResult:
+    def finish_step(
+        self,
+        since: dict[str, float],
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        tokens: int,
+    ) -> StepResult:
         """Make a step's result from the clock's difference, and tell the callbacks."""
         now = self.clock()
         spent = {key: now[key] - since[key] for key in now}
@@ -241,9 +250,13 @@ class Session:
         ram_bytes = self.pool.in_use_bytes
         self._peaks["device"] = max(self._peaks["device"], device_bytes)
         tiers = {
-            "device": TierStatus(device_bytes, self._peaks["device"], self.max_vram_bytes),
+            "device": TierStatus(
+                device_bytes, self._peaks["device"], self.max_vram_bytes
+            ),
             "ram": TierStatus(ram_bytes, self.pool.peak_bytes, self.max_ram_bytes),
-            "disk": TierStatus(self.store.used_bytes, self.store.peak_bytes, self.max_disk_bytes),
+            "disk": TierStatus(
+                self.store.used_bytes, self.store.peak_bytes, self.max_disk_bytes
+            ),
         }
         if self.device.torch_device.type == "cpu":
             del tiers["device"]
@@ -259,21 +272,31 @@ class Session:
     def __repr__(self) -> str:
         if self._closed:
             return "<Session closed>"
-        disk = f", disk at most {format_bytes(self.max_disk_bytes)}" if self.max_disk_bytes else ""
+        disk = (
+            f", disk at most {format_bytes(self.max_disk_bytes)}"
+            if self.max_disk_bytes
+            else ""
+        )
         return (
             f"<Session {self.preflight.path} on {self.device.torch_device}, "
             f"RAM at most {format_bytes(self.max_ram_bytes)}{disk}>"
         )
 
     def _repr_html_(self) -> str:
-        return self.status()._repr_html_() if not self._closed else "<p>Session closed</p>"
+        return (
+            self.status()._repr_html_() if not self._closed else "<p>Session closed</p>"
+        )
 
     def _find_notes(self, reclaimed: int) -> tuple[str, ...]:
         notes = [*self.preflight.notes, self.preflight.direct_note]
         if reclaimed:
-            notes.append(f"{format_bytes(reclaimed)} that an earlier, dead process had left here were removed")
+            notes.append(
+                f"{format_bytes(reclaimed)} that an earlier, dead process had left here were removed"
+            )
         if self.device.torch_device.type == "cpu":
-            notes.append("no GPU is used: blocks compute in place in RAM, which device and host share")
+            notes.append(
+                "no GPU is used: blocks compute in place in RAM, which device and host share"
+            )
         if self.max_disk_bytes and self.max_disk_bytes > self.preflight.free_bytes:
             notes.append(
                 f"max_disk_gb allows {format_bytes(self.max_disk_bytes)}, but only "
@@ -287,7 +310,7 @@ def init(
     max_vram_gb: float | str | None = None,
     max_ram_gb: float | str | None = None,
     max_disk_gb: float | str | None = None,
-    optimizer_compression: bool | str = False,  # noqa: FBT001, FBT002
+    optimizer_compression: bool | str = False,
     device: str | torch.device | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
@@ -326,7 +349,11 @@ def init(
         raise ArgumentError(msg)
     sizes = {
         name: None if value is None else parse_size(value, name=name)
-        for name, value in (("max_vram_gb", max_vram_gb), ("max_ram_gb", max_ram_gb), ("max_disk_gb", max_disk_gb))
+        for name, value in (
+            ("max_vram_gb", max_vram_gb),
+            ("max_ram_gb", max_ram_gb),
+            ("max_disk_gb", max_disk_gb),
+        )
     }
     if _current is not None:
         _current.close()
@@ -358,3 +385,12 @@ def require_session() -> Session:
         msg = "no session is open; call mt.init(offload_dir=..., max_ram_gb=...) first (in a notebook: %megatrain init)"
         raise SessionError(msg)
     return _current
+
+
+def _close_current() -> None:
+    if _current is not None:
+        _current.close()
+
+
+# Nothing is left in the offload directory when the interpreter ends.
+atexit.register(_close_current)

@@ -64,11 +64,20 @@ class Status:
             (
                 name.upper() if name == "ram" else name,
                 f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most, "
-                + (f"budget {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else "no limit"),
+                + (
+                    f"budget {format_bytes(tier.limit_bytes)}"
+                    if tier.limit_bytes
+                    else "no limit"
+                ),
             )
             for name, tier in self.tiers.items()
         ]
-        rows.append(("process", f"{format_bytes(self.process_bytes)} resident, everything included"))
+        rows.append(
+            (
+                "process",
+                f"{format_bytes(self.process_bytes)} resident, everything included",
+            )
+        )
         for model in self.models:
             rows += [
                 (
@@ -84,11 +93,20 @@ class Status:
             ]
         if self.last_step is not None:
             step = self.last_step
-            causes = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in step.seconds.items())
+            causes = ", ".join(
+                f"{cause} {format_seconds(seconds)}"
+                for cause, seconds in step.seconds.items()
+            )
             rows += [
-                (f"step {step.step}", f"loss {step.loss:.4f}, gradient norm {step.grad_norm:.3g}, {step.tokens} tokens"),
+                (
+                    f"step {step.step}",
+                    f"loss {step.loss:.4f}, gradient norm {step.grad_norm:.3g}, {step.tokens} tokens",
+                ),
                 ("its time", f"{format_seconds(step.total_seconds)}: {causes}"),
-                ("its traffic", f"{format_bytes(step.read_bytes)} read, {format_bytes(step.written_bytes)} written"),
+                (
+                    "its traffic",
+                    f"{format_bytes(step.read_bytes)} read, {format_bytes(step.written_bytes)} written",
+                ),
             ]
         rows.append(("directory", self.directory))
         rows += [("note", note) for note in self.notes]

@@ -48,12 +48,19 @@ class _Streamed:
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Any = None
+        cls,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if not args and "tensor" in kwargs:  # as torch.nn.init passes it
-            args, kwargs = (kwargs["tensor"],), {key: kwargs[key] for key in kwargs if key != "tensor"}
+            args, kwargs = (
+                (kwargs["tensor"],),
+                {key: kwargs[key] for key in kwargs if key != "tensor"},
+            )
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -71,7 +78,9 @@ class _Streamed:
             return _lazy_view(args[0], func, args[1:], kwargs)
         if _changes_in_place(name) and isinstance(args[0], _Streamed):
             return _in_place(func, args, kwargs)
-        plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(_Streamed, _value, (args, kwargs))
+        plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(
+            _Streamed, _value, (args, kwargs)
+        )
         return func(*plain_args, **plain_kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -96,12 +105,16 @@ class StreamedParameter(_Streamed, nn.Parameter):  # type: ignore[misc]
     """A parameter whose weights are in the store."""
 
 
-def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def placeholder(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Return a tensor of the given shape that occupies one element; a write into it is an error."""
     return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
 
 
-def stream_parameter(param: nn.Parameter, source: Source, device: torch.device) -> StreamedParameter:
+def stream_parameter(
+    param: nn.Parameter, source: Source, device: torch.device
+) -> StreamedParameter:
     """Turn a parameter into a streamed one; whoever holds the object sees the change.
 
     The parameter's own memory is freed unless somebody else holds it.
@@ -127,7 +140,9 @@ def plain_parameter(param: StreamedParameter, values: Tensor) -> nn.Parameter:
     return param
 
 
-def streamed_tensor(source: Source, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> StreamedTensor:
+def streamed_tensor(
+    source: Source, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> StreamedTensor:
     """Return a tensor whose values are read from ``source`` when they are needed."""
     tensor = placeholder(shape, dtype, device).as_subclass(StreamedTensor)
     tensor._source, tensor._views = source, ()
@@ -139,7 +154,9 @@ def source_of(tensor: Tensor) -> Source | None:
     return tensor._source if isinstance(tensor, _Streamed) else None
 
 
-def _lazy_view(base: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _lazy_view(
+    base: Any, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Describe a view without reading anything: its shape comes from the same call on a meta tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         shape, dtype, device = tuple(base.shape), base.dtype, base.device
@@ -167,7 +184,11 @@ def _value(tensor: Any) -> Tensor:
     """Copy the true values; a gradient that would reach the copy has nowhere to go, so it is an error."""
     with tensor._source.opened(write=False) as values, torch.no_grad():
         copy = _through(values, tensor._views).clone()
-    if torch.is_grad_enabled() and isinstance(tensor, StreamedParameter) and _plain(tensor, "requires_grad"):
+    if (
+        torch.is_grad_enabled()
+        and isinstance(tensor, StreamedParameter)
+        and _plain(tensor, "requires_grad")
+    ):
         copy.requires_grad_()
         copy.register_hook(_refuse_gradient(tensor._source.name))
     return copy
@@ -184,10 +205,18 @@ def _refuse_gradient(name: str) -> Callable[[Tensor], None]:
     return refuse
 
 
-def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_place(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     target = args[0]
-    is_init = getattr(func, "__module__", None) == "torch.nn.init"  # these turn gradients off themselves
-    recorded = torch.is_grad_enabled() and isinstance(target, StreamedParameter) and not is_init
+    is_init = (
+        getattr(func, "__module__", None) == "torch.nn.init"
+    )  # these turn gradients off themselves
+    recorded = (
+        torch.is_grad_enabled()
+        and isinstance(target, StreamedParameter)
+        and not is_init
+    )
     if recorded and _plain(target, "requires_grad"):
         msg = f"{target._source.name} requires grad: change it in place under torch.no_grad()"
         raise ModelError(msg)
@@ -197,17 +226,25 @@ def _in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return target
 
 
-def _each(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _each(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Apply a ``_foreach_`` function to one tensor at a time, so that one is in RAM at a time."""
     name = func.__name__
     results: list[Any] = []
     for index, tensor in enumerate(args[0]):
-        one = tuple([arg[index]] if isinstance(arg, list | tuple) else arg for arg in args[1:])
+        one = tuple(
+            [arg[index]] if isinstance(arg, list | tuple) else arg for arg in args[1:]
+        )
         if _changes_in_place(name) and isinstance(tensor, _Streamed):
             with tensor._source.opened(write=True) as values, torch.no_grad():
                 func([_through(values, tensor._views)], *one, **kwargs)
         else:
-            result = func([_value(tensor) if isinstance(tensor, _Streamed) else tensor], *one, **kwargs)
+            result = func(
+                [_value(tensor) if isinstance(tensor, _Streamed) else tensor],
+                *one,
+                **kwargs,
+            )
             results.extend(result or ())
     return tuple(results) if results else None
 
@@ -222,7 +259,11 @@ def _set_data(tensor: Any, value: Any) -> None:
     if value is tensor:
         return
     with torch._C.DisableTorchFunctionSubclass():
-        same = value.shape == tensor.shape and value.dtype == tensor.dtype and value.device == tensor.device
+        same = (
+            value.shape == tensor.shape
+            and value.dtype == tensor.dtype
+            and value.device == tensor.device
+        )
     if not same:
         raise ModelError(_MOVED.format(tensor._source.name))
     _in_place(Tensor.copy_, (tensor.detach(), value), {})
@@ -257,7 +298,10 @@ def _plain(tensor: Any, attribute: str) -> Any:
 
 
 def _name_of(args: tuple[Any, ...]) -> str:
-    return next((arg._source.name for arg in args if isinstance(arg, _Streamed)), "a streamed tensor")
+    return next(
+        (arg._source.name for arg in args if isinstance(arg, _Streamed)),
+        "a streamed tensor",
+    )
 
 
 def _needs_copy(args: tuple[Any, ...]) -> bool:
@@ -271,10 +315,31 @@ def _changes_in_place(name: str) -> bool:
 
 
 _IN_PLACE_DUNDERS = {"__setitem__"} | {
-    f"__i{op}__" for op in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow", "and", "or", "xor")
+    f"__i{op}__"
+    for op in (
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "div",
+        "floordiv",
+        "mod",
+        "pow",
+        "and",
+        "or",
+        "xor",
+    )
 }
-_REFUSED = {"data_ptr", "untyped_storage", "storage", "_typed_storage", "share_memory_", "set_", "resize_", "__dlpack__"}
-
+_REFUSED = {
+    "data_ptr",
+    "untyped_storage",
+    "storage",
+    "_typed_storage",
+    "share_memory_",
+    "set_",
+    "resize_",
+    "__dlpack__",
+}
 
 
 def _methods(names: str) -> set[Any]:
@@ -282,7 +347,9 @@ def _methods(names: str) -> set[Any]:
 
 
 def _getters(names: str) -> set[Any]:
-    return {getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)}
+    return {
+        getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)
+    }
 
 
 _METADATA = _getters(
@@ -300,8 +367,23 @@ _VIEWS = (
         "flatten unflatten reshape expand chunk split unbind diagonal alias"
     )
     | _getters("data T mT")
-    | {torch.detach, torch.transpose, torch.t, torch.permute, torch.narrow, torch.squeeze, torch.unsqueeze}
-    | {torch.flatten, torch.reshape, torch.chunk, torch.split, torch.unbind, torch.select}
+    | {
+        torch.detach,
+        torch.transpose,
+        torch.t,
+        torch.permute,
+        torch.narrow,
+        torch.squeeze,
+        torch.unsqueeze,
+    }
+    | {
+        torch.flatten,
+        torch.reshape,
+        torch.chunk,
+        torch.split,
+        torch.unbind,
+        torch.select,
+    }
 )
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
@@ -310,10 +392,14 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.grad.__delete__: lambda tensor: tensor._source.set_grad(None),  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
-    Tensor.requires_grad_: lambda tensor, requires_grad=True: _set_requires_grad(tensor, requires_grad),
+    Tensor.requires_grad_: lambda tensor, requires_grad=True: _set_requires_grad(
+        tensor, requires_grad
+    ),
     Tensor.is_contiguous: lambda _tensor, **_kwargs: True,
     Tensor.contiguous: lambda tensor, **_kwargs: tensor,
-    Tensor.stride: lambda tensor, *dim: torch.empty(tensor.shape, device="meta").stride(*dim),
+    Tensor.stride: lambda tensor, *dim: torch.empty(tensor.shape, device="meta").stride(
+        *dim
+    ),
     Tensor.to: _to,
     Tensor.cpu: lambda tensor, **kwargs: _to(tensor, "cpu", **kwargs),
     Tensor.float: lambda tensor, **kwargs: _to(tensor, torch.float32, **kwargs),

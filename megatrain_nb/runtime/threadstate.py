@@ -41,7 +41,9 @@ class Autocast:
         kinds = dict.fromkeys(["cpu", device.type])
         return cls(
             tuple(
-                (kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)
+                (kind, torch.get_autocast_dtype(kind))
+                for kind in kinds
+                if torch.is_autocast_enabled(kind)
             )
         )
 
@@ -54,7 +56,9 @@ class Autocast:
         """
         with ExitStack() as stack:
             for kind, dtype in self.enabled:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+                stack.enter_context(
+                    torch.autocast(kind, dtype=dtype, cache_enabled=False)
+                )
             yield
 
 
@@ -72,7 +76,10 @@ class ThreadState:
         kinds = dict.fromkeys(["cpu", device.type])
         return cls(
             torch.is_grad_enabled(),
-            {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
+            {
+                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in kinds
+            },
             get_rng(device),
         )
 

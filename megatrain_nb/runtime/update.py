@@ -54,7 +54,12 @@ class _Tile:
         return piece.floats()[self.start : self.stop]
 
 
-def update_all(offloaded: OffloadedModel, configs: dict[nn.Parameter, AdamWConfig], *, grad_scale: float) -> None:
+def update_all(
+    offloaded: OffloadedModel,
+    configs: dict[nn.Parameter, AdamWConfig],
+    *,
+    grad_scale: float,
+) -> None:
     """Apply one AdamW step to every parameter of ``configs`` that has a pending gradient.
 
     Parameters
@@ -78,14 +83,21 @@ def update_all(offloaded: OffloadedModel, configs: dict[nn.Parameter, AdamWConfi
     pager.barrier()
 
 
-def _tiles(offloaded: OffloadedModel, configs: dict[nn.Parameter, AdamWConfig]) -> list[_Tile]:
+def _tiles(
+    offloaded: OffloadedModel, configs: dict[nn.Parameter, AdamWConfig]
+) -> list[_Tile]:
     """Cut what has gradients into tiles, in the order of the packs: the next forward needs them so."""
     by_pack: dict[int, list[Segment]] = {}
     for param, config in configs.items():
         if param in offloaded.executor.norms:
             offloaded.steps[param] = offloaded.steps.get(param, 0) + 1
             home = offloaded.layers.homes[param]
-            segment = Segment(home.spec.offset, home.spec.offset + home.spec.numel, config, offloaded.steps[param])
+            segment = Segment(
+                home.spec.offset,
+                home.spec.offset + home.spec.numel,
+                config,
+                offloaded.steps[param],
+            )
             by_pack.setdefault(home.pack.index, []).append(segment)
     return [
         _Tile(pack, start, stop, inside)
@@ -97,7 +109,9 @@ def _tiles(offloaded: OffloadedModel, configs: dict[nn.Parameter, AdamWConfig]) 
 
 def _clip(segments: list[Segment] | tuple[()], start: int, stop: int) -> list[Segment]:
     return [
-        Segment(max(s.start, start) - start, min(s.stop, stop) - start, s.config, s.step)
+        Segment(
+            max(s.start, start) - start, min(s.stop, stop) - start, s.config, s.step
+        )
         for s in segments
         if s.start < stop and s.stop > start
     ]
@@ -115,7 +129,13 @@ def _begin(pager: Pager, tile: _Tile) -> _Tile:
     return tile
 
 
-def _update(pager: Pager, tile: _Tile, grad_scale: float, threads: UpdateThreads, offloaded: OffloadedModel) -> None:
+def _update(
+    pager: Pager,
+    tile: _Tile,
+    grad_scale: float,
+    threads: UpdateThreads,
+    offloaded: OffloadedModel,
+) -> None:
     for reading in tile.reading:
         pager.wait_for(reading, f"reading moments of {tile.pack.name}")
     pieces = {what: pager.piece(tile.pack.index, what) for what in What}
@@ -131,7 +151,9 @@ def _update(pager: Pager, tile: _Tile, grad_scale: float, threads: UpdateThreads
     )
     end = time.perf_counter()
     name = f"{tile.pack.name}.{tile.start // pager.tile_numel}"
-    offloaded.session.on_span(Span(kind="STEP", name=name, start_s=start, end_s=end, lane="update"))
+    offloaded.session.on_span(
+        Span(kind="STEP", name=name, start_s=start, end_s=end, lane="update")
+    )
     for what, piece in pieces.items():
         if what not in tile.slabs:
             pager.drop(tile.pack.index, what, dirty=what is not What.GRADS)
@@ -142,18 +164,34 @@ def _update(pager: Pager, tile: _Tile, grad_scale: float, threads: UpdateThreads
 
 
 def _update_ordinary(
-    offloaded: OffloadedModel, configs: dict[nn.Parameter, AdamWConfig], grad_scale: float, threads: UpdateThreads
+    offloaded: OffloadedModel,
+    configs: dict[nn.Parameter, AdamWConfig],
+    grad_scale: float,
+    threads: UpdateThreads,
 ) -> None:
     """Update the parameters that are not streamed, in place."""
     for param, config in configs.items():
         if param in offloaded.layers.homes or param.grad is None:
             continue
         offloaded.steps[param] = step = offloaded.steps.get(param, 0) + 1
-        moments = [offloaded.moment(param, what) for what in (What.EXP_AVG, What.EXP_AVG_SQ)]
-        on_host = [tensor.detach().to("cpu").contiguous() for tensor in (param, *moments, param.grad)]
+        moments = [
+            offloaded.moment(param, what) for what in (What.EXP_AVG, What.EXP_AVG_SQ)
+        ]
+        on_host = [
+            tensor.detach().to("cpu").contiguous()
+            for tensor in (param, *moments, param.grad)
+        ]
         arrays = [as_array(tensor) for tensor in on_host]
         segment = Segment(0, param.numel(), config, step)
-        update(arrays[0], arrays[1], arrays[2], arrays[3], [segment], grad_scale=grad_scale, threads=threads)
+        update(
+            arrays[0],
+            arrays[1],
+            arrays[2],
+            arrays[3],
+            [segment],
+            grad_scale=grad_scale,
+            threads=threads,
+        )
         with torch.no_grad():
             for tensor, host in zip((param, *moments), on_host, strict=False):
                 if tensor.data_ptr() != host.data_ptr():

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
 class MicroBatch:
     """One suspended call of the model."""
 
-    def __init__(self, index: int, compute: Callable[[], Tensor], state: ThreadState) -> None:
+    def __init__(
+        self, index: int, compute: Callable[[], Tensor], state: ThreadState
+    ) -> None:
         self.index = index
         self.state = state
         self.greenlet = greenlet(compute)
@@ -73,7 +75,10 @@ class MicroBatch:
         for tensor, grad in zip(call.tracked, grads, strict=True):
             if grad is not None:
                 before = self._pending.get(id(tensor))
-                self._pending[id(tensor)] = (tensor, grad if before is None else before[1] + grad)
+                self._pending[id(tensor)] = (
+                    tensor,
+                    grad if before is None else before[1] + grad,
+                )
         due = [
             self._pending.pop(key)
             for key in [id(tensor) for tensor in call.tracked]
@@ -89,7 +94,9 @@ class MicroBatch:
 class _Visit:
     """A block's call without gradients, inside a micro-batch."""
 
-    def __init__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.block, self.args, self.kwargs = block, args, kwargs
 
 
@@ -106,14 +113,19 @@ class Window:
         Number of the step, for the random streams.
     """
 
-    def __init__(self, executor: Executor, computes: Sequence[Callable[[], Tensor]], *, step: int) -> None:
+    def __init__(
+        self, executor: Executor, computes: Sequence[Callable[[], Tensor]], *, step: int
+    ) -> None:
         self._executor = executor
         self._device = executor.device.torch_device
         self._hub = getcurrent()
         caller = ThreadState.current(self._device)
         streams = _streams(self._device, caller, len(computes), step)
         self._batches = [
-            MicroBatch(index, compute, stream) for index, (compute, stream) in enumerate(zip(computes, streams, strict=True))
+            MicroBatch(index, compute, stream)
+            for index, (compute, stream) in enumerate(
+                zip(computes, streams, strict=True)
+            )
         ]
 
     def run(self) -> list[Tensor]:
@@ -163,21 +175,35 @@ class Window:
     def _resume(self, batch: MicroBatch, value: Any) -> None:
         """Let a micro-batch run to its next border or to its end."""
         batch.state.restore(self._device)
-        result = batch.greenlet.switch() if not batch.greenlet else batch.greenlet.switch(value)
+        result = (
+            batch.greenlet.switch()
+            if not batch.greenlet
+            else batch.greenlet.switch(value)
+        )
         batch.state = ThreadState.current(self._device)
         batch.waiting = None
         if not batch.greenlet.dead:
             batch.waiting = result
             return
-        if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
+        if (
+            not isinstance(result, Tensor)
+            or result.numel() != 1
+            or not result.requires_grad
+        ):
             msg = f"micro-batch {batch.index} must give a scalar loss that depends on the weights, not {_describe(result)}"
             raise ModelError(msg)
         batch.loss = result
 
     def _forward_block(self) -> None:
         """Run the block that the first waiting micro-batch asks for, for all that ask for it."""
-        block = next(batch.waiting.block for batch in self._batches if batch.waiting is not None)
-        group = [batch for batch in self._batches if batch.waiting is not None and batch.waiting.block is block]
+        block = next(
+            batch.waiting.block for batch in self._batches if batch.waiting is not None
+        )
+        group = [
+            batch
+            for batch in self._batches
+            if batch.waiting is not None and batch.waiting.block is block
+        ]
         executor = self._executor
         turning = executor.is_last(block)
         with executor.running(block, Kind.FORWARD, turning=turning) as bound:
@@ -192,7 +218,9 @@ class Window:
                     self._backward_call(batch, bound)
                 for call in batch.calls:
                     call.forget()
-        executor.border_bytes = max(executor.border_bytes, sum(batch.border_bytes for batch in self._batches))
+        executor.border_bytes = max(
+            executor.border_bytes, sum(batch.border_bytes for batch in self._batches)
+        )
 
     def _forward_call(self, batch: MicroBatch, bound: Bound, *, keep: bool) -> Any:
         """Run one micro-batch's call of the loaded block, and return what the model gets from it."""
@@ -236,7 +264,9 @@ def flow(tensors: list[Tensor], grads: list[Tensor | None]) -> None:
     torch.autograd.backward(tensors, grads, retain_graph=True)
 
 
-def _streams(device: torch.device, caller: ThreadState, count: int, step: int) -> list[ThreadState]:
+def _streams(
+    device: torch.device, caller: ThreadState, count: int, step: int
+) -> list[ThreadState]:
     """Return the state in which each micro-batch starts."""
     states = [caller]
     if count > 1:
@@ -254,4 +284,8 @@ def _mix(a: int, b: int) -> int:
 
 
 def _describe(value: Any) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    return (
+        f"a tensor of shape {tuple(value.shape)}"
+        if isinstance(value, Tensor)
+        else type(value).__name__
+    )

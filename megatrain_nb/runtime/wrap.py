@@ -15,7 +15,7 @@ from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from megatrain_nb.runtime.callbacks import StepResult
 
@@ -69,7 +69,13 @@ def wrap(
         return model, adopt(offloaded, optimizer, max_grad_norm)
     params = [param for param in model.parameters() if param.requires_grad]
     made = AdamW(
-        offloaded, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm
+        offloaded,
+        params,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
     )
     return model, made
 
@@ -126,9 +132,14 @@ def train_step(
     since = session.clock()
     tokens = sum(valid_tokens(model, batch) for batch in micro_batches)
     if loss_fn is not None:
-        computes = [lambda batch=batch: loss_fn(model, batch) for batch in micro_batches]  # type: ignore[misc]
+        computes = [
+            lambda batch=batch: loss_fn(model, batch) for batch in micro_batches
+        ]  # type: ignore[misc]
     else:
-        computes = [lambda batch=batch: _own_loss(model, batch, tokens, micro_batches) for batch in micro_batches]  # type: ignore[misc]
+        computes = [
+            lambda batch=batch: _own_loss(model, batch, tokens, micro_batches)
+            for batch in micro_batches
+        ]  # type: ignore[misc]
     losses = run_window(offloaded, computes)
     optimizer.step()
     optimizer.zero_grad()
@@ -141,7 +152,9 @@ def train_step(
     )
 
 
-def run_window(offloaded: OffloadedModel, computes: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
+def run_window(
+    offloaded: OffloadedModel, computes: Sequence[Callable[[], Tensor]]
+) -> list[Tensor]:
     """Run forward and backward of a window; after an error or interrupt no gradient of it is left.
 
     Returns
@@ -181,7 +194,10 @@ def shifts_labels(model: nn.Module) -> bool:
 
 
 def _own_loss(
-    model: nn.Module, batch: Mapping[str, Any], tokens: int, window: Sequence[Mapping[str, Any]]
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    tokens: int,
+    window: Sequence[Mapping[str, Any]],
 ) -> Tensor:
     """Return the micro-batch's part of the window's loss."""
     if takes_num_items(model) and tokens:
@@ -199,11 +215,17 @@ def takes_num_items(model: nn.Module) -> bool:
     if accepts is not None:
         return bool(accepts)
     parameters = inspect.signature(model.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    return any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
+    )
 
 
 def _loss_of(outputs: Any, model: nn.Module) -> Tensor:
-    loss = outputs.get("loss") if isinstance(outputs, dict) else getattr(outputs, "loss", None)
+    loss = (
+        outputs.get("loss")
+        if isinstance(outputs, dict)
+        else getattr(outputs, "loss", None)
+    )
     if not isinstance(loss, Tensor):
         msg = f"{type(model).__name__} gives no loss for this batch; put 'labels' into it, or give loss_fn"
         raise ModelError(msg)

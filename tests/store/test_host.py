@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,14 @@ def test_slabs_are_aligned_zero_and_whole_pages() -> None:
     assert slab.array.dtype == np.uint8
     assert not slab.array.any()
     assert slab.array.flags.writeable
+
+
+def test_slabs_are_huge_pages_that_no_fork_inherits() -> None:
+    slab = HostPool(8 * MIB).take(4 * MIB, what="x")
+    flags = mapping_flags(slab.array.ctypes.data)
+    assert "dc" in flags
+    if Path("/sys/kernel/mm/transparent_hugepage").exists():
+        assert "hg" in flags
 
 
 def test_view_is_a_window_on_the_bytes() -> None:
@@ -189,3 +198,14 @@ def test_threads_never_exceed_the_limit_or_share_a_slab() -> None:
             done.result()
     assert pool.in_use_bytes == 0
     assert pool.peak_bytes <= 24 * PAGE
+
+
+def mapping_flags(address: int) -> list[str]:
+    """Return the kernel's flags of the mapping that holds `address` (proc(5), smaps)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    return []

@@ -1,0 +1,177 @@
+"""``%megatrain`` and ``%%megatrain``."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from IPython.core.error import UsageError
+from IPython.core.magic import (
+    Magics,
+    cell_magic,
+    line_cell_magic,
+    magics_class,
+    output_can_be_silenced,
+)
+
+import megatrain_nb as mt
+from megatrain_nb.errors import MegatrainError
+from megatrain_nb.notebook import complete
+from megatrain_nb.notebook.body import Body
+from megatrain_nb.notebook.cell import Run
+from megatrain_nb.notebook.parser import (
+    NO_SESSION,
+    HelpAsked,
+    overview,
+    parse_cell_line,
+    parse_line,
+)
+from megatrain_nb.notebook.view import View, current_session, display_mode
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable
+
+    from IPython.core.interactiveshell import InteractiveShell
+
+Result = TypeVar("Result")
+
+_CALL = "get_ipython().run_cell_magic('megatrain', "
+_AWAITED_CALL = "await get_ipython().run_cell_magic('megatrain_awaited', "
+
+
+def load(shell: InteractiveShell) -> None:
+    """Add magics, completion and the rewriting of ``%%megatrain`` cells to this shell."""
+    unload(shell)
+    magics = MegatrainMagics(shell)
+    shell.register_magics(magics)
+    shell.input_transformers_post.append(magics.await_cell)
+    shell.Completer.custom_matchers.append(complete.match)
+    shell.events.register("pre_execute", magics.enter_cell)
+    shell.events.register("post_execute", magics.leave_cell)
+
+
+def unload(shell: InteractiveShell) -> None:
+    """Remove what ``load`` added; nothing to do if it was not loaded."""
+    magics = shell.magics_manager.registry.pop(MegatrainMagics.__name__, None)
+    if magics is None:
+        return
+    for kind, names in MegatrainMagics.magics.items():
+        for name in names:
+            shell.magics_manager.magics[kind].pop(name, None)
+    shell.input_transformers_post.remove(magics.await_cell)
+    shell.Completer.custom_matchers.remove(complete.match)
+    shell.events.unregister("pre_execute", magics.enter_cell)
+    shell.events.unregister("post_execute", magics.leave_cell)
+
+
+@magics_class
+class MegatrainMagics(Magics):
+    """The magics of one shell."""
+
+    def __init__(self, shell: InteractiveShell) -> None:
+        super().__init__(shell)
+        self._shell = shell
+        self._run: Run | None = None
+        self._in_cell = False
+
+    @line_cell_magic
+    @output_can_be_silenced
+    def megatrain(self, line: str, cell: str | None = None) -> object:
+        """Run one command, or a cell; a kernel does not answer meanwhile."""
+        if cell is not None:
+            run = self._new_run(line, cell)
+            return run.wait() if run else None
+        return _short_errors(lambda: self._command(line))
+
+    @cell_magic
+    async def megatrain_awaited(self, line: str, cell: str) -> object:
+        """Run a cell and await it; `await_cell` turns ``%%megatrain`` into this."""
+        run = self._new_run(line, cell)
+        return await run.wait_async() if run else None
+
+    def await_cell(self, lines: list[str]) -> list[str]:
+        """Rewrite a ``%%megatrain`` cell so that it is awaited, where that is possible."""
+        if lines and lines[0].startswith(_CALL) and self._can_await():
+            return [_AWAITED_CALL + lines[0].removeprefix(_CALL), *lines[1:]]
+        return lines
+
+    def enter_cell(self) -> None:
+        """Note that a cell runs: code that is transformed now is inside of it."""
+        self._in_cell = True
+
+    def leave_cell(self) -> None:
+        """Note that no cell runs."""
+        self._in_cell = False
+
+    def _can_await(self) -> bool:
+        """Only a whole cell (not one inside ``%%capture``) that a running loop executes."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return False
+        shell = self._shell
+        uses_asyncio = shell.loop_runner is shell.loop_runner_map["asyncio"][0]
+        return bool(uses_asyncio and shell.autoawait and not self._in_cell)
+
+    def _command(self, line: str) -> object:
+        args = parse_line(line)
+        command: Callable[[Namespace], object] = getattr(self, f"_{args.command}")
+        return command(args)
+
+    def _new_run(self, line: str, cell: str) -> Run | None:
+        def make() -> Run:
+            parse_cell_line(line)
+            if self._run is not None and self._run.running:
+                msg = (
+                    "the code of an earlier %%megatrain cell still runs; "
+                    "wait for it to end, or restart the kernel"
+                )
+                raise UsageError(msg)
+            view = View(display_mode(self._shell))
+            body = Body(self._shell, f"%%megatrain {line}".rstrip(), cell)
+            return Run(body, view)
+
+        run = _short_errors(make)
+        if run is not None:
+            self._run = run
+        return run
+
+    def _init(self, args: Namespace) -> object:
+        return mt.init(
+            Path(args.offload_dir).expanduser(),
+            max_vram_gb=args.max_vram,
+            max_ram_gb=args.max_ram,
+            max_disk_gb=args.max_disk,
+            device=args.device,
+        )
+
+    def _status(self, _args: Namespace) -> object:
+        session = current_session()
+        if session is None:
+            raise UsageError(NO_SESSION)
+        return session.status()
+
+    def _close(self, _args: Namespace) -> None:
+        session = current_session()
+        if session is not None:
+            session.close()
+        print("session closed" if session else "no session is open")
+
+    def _help(self, _args: Namespace) -> None:
+        print(overview())
+
+
+MegatrainMagics.megatrain.__doc__ = overview()
+
+
+def _short_errors(call: Callable[[], Result]) -> Result | None:
+    """Call, and show our own errors as one line, and help as what it is."""
+    try:
+        return call()
+    except HelpAsked as help_text:
+        print(help_text)
+    except MegatrainError as error:
+        raise UsageError(" ".join(str(error).split())) from None
+    return None

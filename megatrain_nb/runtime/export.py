@@ -1,0 +1,189 @@
+"""Write a trained model as an ordinary Hugging Face folder, one parameter in RAM at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from megatrain_nb.errors import ArgumentError, StoreError
+from megatrain_nb.runtime.tensor import source_of
+from megatrain_nb.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+# The safetensors format (https://github.com/huggingface/safetensors, "Format"): the header's length in
+# 8 bytes, the header in JSON, the tensors one after the other. Its library writes whole shards from
+# RAM only, so the bytes are written here.
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_CHUNK_BYTES = 16 * 2**20
+
+
+def save_pretrained(
+    model: nn.Module,
+    save_directory: str | Path,
+    *,
+    max_shard_size: float | str = "5GB",
+    **kwargs: Any,
+) -> None:
+    """Write config and weights so that ``from_pretrained(save_directory)`` gives the same model.
+
+    Parameters
+    ----------
+    model
+        In a session, or an ordinary one.
+    save_directory
+        Made if it is missing; weights of an earlier save there are replaced.
+    max_shard_size
+        Of one file: GB or text such as ``"5GB"``. A parameter is never split.
+    **kwargs
+        ``is_main_process=False`` writes nothing; what else transformers' Trainer passes is not needed.
+
+    Raises
+    ------
+    ArgumentError
+        The path is a file, or an option that has no meaning here.
+    StoreError
+        The disk is full or failed; an earlier save stays whole.
+    """
+    if not kwargs.pop("is_main_process", True):
+        return
+    if kwargs.pop("state_dict", None) is not None or any(
+        value is not None for value in kwargs.values()
+    ):
+        msg = f"save_pretrained writes the model's own weights in fp32; leave out {', '.join(kwargs) or 'state_dict'}"
+        raise ArgumentError(msg)
+    directory = Path(save_directory)
+    if directory.exists() and not directory.is_dir():
+        msg = f"{directory} is a file; give a directory"
+        raise ArgumentError(msg)
+    directory.mkdir(parents=True, exist_ok=True)
+    shards = _shards(model, parse_size(max_shard_size, name="max_shard_size"))
+    total = sum(tensor.nbytes for shard in shards for tensor in shard.values())
+    names = [
+        "model.safetensors"
+        if len(shards) == 1
+        else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        for index in range(1, len(shards) + 1)
+    ]
+    written = [directory / f".{name}.part" for name in names]
+    try:
+        with tqdm(
+            total=total, unit="B", unit_scale=True, desc="Saving", delay=2, leave=False
+        ) as bar:
+            for shard, path in zip(shards, written, strict=True):
+                _write_shard(path, shard, bar)
+        _replace(directory, names, written, shards, total)
+    except OSError as error:
+        msg = f"saving {format_bytes(total)} to {directory} failed: {error.strerror}; what was there before is whole"
+        raise StoreError(msg) from error
+    finally:
+        for path in written:
+            path.unlink(missing_ok=True)
+    for part in ("config", "generation_config"):
+        if hasattr(getattr(model, part, None), "save_pretrained"):
+            getattr(model, part).save_pretrained(directory)
+    offloaded = getattr(model, "_megatrain", None)
+    if offloaded is not None:
+        offloaded.note_saved()
+
+
+def _shards(model: nn.Module, max_bytes: int) -> list[dict[str, Tensor]]:
+    """Deal the tensors out to files, in order; a tied parameter goes once, under its first name."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in _tensors(model):
+        if shards[-1] and size + tensor.nbytes > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    return shards
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            yield name, buffer
+
+
+def _write_shard(path: Path, shard: dict[str, Tensor], bar: tqdm[Any]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in shard.items():
+        header[name] = {
+            "dtype": _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + tensor.nbytes],
+        }
+        offset += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in shard.values():
+            _write_tensor(file, tensor, bar)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(file: Any, tensor: Tensor, bar: tqdm[Any]) -> None:
+    source = source_of(tensor)
+    if source is None:
+        _write_values(file, tensor.detach(), bar)
+        return
+    with source.opened(write=False) as values:
+        _write_values(file, values, bar)
+
+
+def _write_values(file: Any, values: Tensor, bar: tqdm[Any]) -> None:
+    flat = (
+        values.cpu().contiguous().view(-1).view(torch.uint8)
+        if values.dim()
+        else values.cpu().reshape(1).view(torch.uint8)
+    )
+    data = memoryview(flat.numpy())
+    for start in range(0, len(data), _CHUNK_BYTES):
+        part = data[start : start + _CHUNK_BYTES]
+        file.write(part)
+        bar.update(len(part))
+
+
+def _replace(
+    directory: Path,
+    names: list[str],
+    written: list[Path],
+    shards: list[dict[str, Tensor]],
+    total: int,
+) -> None:
+    """Put the finished files in place of those of an earlier save."""
+    for path, name in zip(written, names, strict=True):
+        path.replace(directory / name)
+    index_name = "model.safetensors.index.json"
+    if len(names) > 1:
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": {
+                key: name
+                for shard, name in zip(shards, names, strict=True)
+                for key in shard
+            },
+        }
+        (directory / index_name).write_text(json.dumps(index, indent=2))
+    keep = {*names, index_name} if len(names) > 1 else set(names)
+    for old in directory.glob("model*.safetensors*"):
+        if old.name not in keep:
+            old.unlink()

@@ -1,0 +1,292 @@
+"""``mt.Trainer``: transformers' Trainer, its accumulation window taken layer by layer in one step."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils.notebook import NotebookProgressCallback
+
+from megatrain_nb.errors import ArgumentError
+from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
+from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind
+from megatrain_nb.runtime.session import require_session
+from megatrain_nb.runtime.wrap import run_window, valid_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import TrainingArguments
+
+    from megatrain_nb.runtime.session import Session
+
+# The loss that the running micro-batch would have called backward on; every micro-batch has its own context.
+_taken: ContextVar[list[Tensor]] = ContextVar("taken")
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+
+
+class Trainer(transformers.Trainer):
+    """A drop-in for ``transformers.Trainer`` over a model in the open session.
+
+    Parameters
+    ----------
+    model
+        In RAM (it moves into the session, block by block), or from ``mt.from_config``.
+    args
+        ``TrainingArguments`` as for transformers, with ``save_strategy="no"``; what cannot be honoured is refused.
+    **kwargs
+        As for ``transformers.Trainer``. ``optimizers=(optimizer, scheduler)`` takes an AdamW or Adam over.
+
+    Raises
+    ------
+    SessionError
+        ``mt.init`` was not called.
+    ArgumentError
+        A training argument that cannot be honoured: says which and why.
+
+    Notes
+    -----
+    With dropout and more than one micro-batch per step, the micro-batches after the first draw from
+    random streams of their own (see `megatrain_nb.runtime.window`).
+    """
+
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, **kwargs: Any
+    ) -> None:
+        self.session: Session = require_session()
+        args = args or transformers.TrainingArguments("tmp_trainer", save_strategy="no")
+        check_arguments(args, kwargs)
+        args.gradient_checkpointing = False  # each block is recomputed anyway
+        optimizer, scheduler = kwargs.pop("optimizers", (None, None)) or (None, None)
+        if optimizer is not None:
+            check_kind(optimizer)
+        if model is None and kwargs.get("model_init") is not None:
+            model = kwargs.pop("model_init")()
+        if isinstance(model, nn.Module) and offloaded_model(model) is None:
+            offload(model, self.session)
+        if optimizer is not None:
+            optimizer = adopt(self._offloaded_of(model), optimizer, None)
+        self._window: list[tuple[nn.Module, Any, Any]] = []
+        self._since: dict[str, float] | None = None
+        super().__init__(
+            model=model, args=args, optimizers=(optimizer, scheduler), **kwargs
+        )
+        self.add_callback(_Reports(self))
+
+    @staticmethod
+    def _offloaded_of(model: Any) -> OffloadedModel:
+        offloaded = offloaded_model(model)
+        assert offloaded is not None
+        return offloaded
+
+    @property
+    def offloaded(self) -> OffloadedModel:
+        """The model's record in the session."""
+        return self._offloaded_of(self.model)
+
+    @property
+    def streamed_optimizer(self) -> AdamW:
+        """The optimizer itself, without accelerate's wrapper."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(optimizer, AdamW)
+        return optimizer
+
+    # -- what transformers' training loop calls ---------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Make an AdamW with transformers' own parameter groups."""
+        if self.optimizer is None:
+            made = super().create_optimizer(model)
+            self.optimizer = adopt(self.offloaded, made, None)
+        return self.optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Collect a micro-batch; with the last one of the window, run forward and backward of all."""
+        if not self._window:
+            self._since = self.session.clock()
+        self._window.append((model, inputs, num_items_in_batch))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        window, self._window = self._window, []
+        self.accelerator.backward = self._take_loss
+        try:
+            losses = run_window(
+                self.offloaded, [self._compute(*micro_batch) for micro_batch in window]
+            )
+        finally:
+            del self.accelerator.backward
+        self._tokens = sum(valid_tokens(self.model, inputs) for _, inputs, _ in window)
+        # Added up in the order in which transformers adds them to its running loss.
+        self._loss = sum(losses[1:], losses[0])
+        return self._loss
+
+    def _compute(
+        self, model: nn.Module, inputs: Any, num_items_in_batch: Any
+    ) -> Callable[[], Tensor]:
+        """Return the micro-batch as a function that gives its loss, graph included.
+
+        transformers' own training_step runs; where it would call backward, the loss is taken instead.
+        """
+
+        def compute() -> Tensor:
+            taken: list[Tensor] = []
+            _taken.set(taken)
+            super(Trainer, self).training_step(model, inputs, num_items_in_batch)
+            return taken[0]
+
+        return compute
+
+    def _take_loss(self, loss: Tensor, **_: Any) -> None:
+        """Stand in for accelerate's backward inside a micro-batch."""
+        _taken.get().append(loss / self.accelerator.gradient_accumulation_steps)
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.streamed_optimizer.clip_next(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return self.offloaded.total_norm() if grad_norm is None else grad_norm
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The model's blocks go to the session's device by themselves."""
+
+    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Train as transformers does; the callbacks of the session hear of it.
+
+        Raises
+        ------
+        ArgumentError
+            ``resume_from_checkpoint``: resuming comes in a later version.
+        """
+        if resume_from_checkpoint:
+            msg = "resume_from_checkpoint: checkpoints and resume come in a later version; start again without it"
+            raise ArgumentError(msg)
+        self._window.clear()
+        if (
+            self.session.shown
+        ):  # one progress display is enough, and this one is on another thread
+            for callback in (
+                NotebookProgressCallback,
+                transformers.ProgressCallback,
+                transformers.PrinterCallback,
+            ):
+                self.remove_callback(callback)
+        try:
+            return super().train(**kwargs)
+        finally:
+            self._window.clear()
+            for callback in self.session.callbacks:
+                callback.on_train_end()
+
+    def report_step(self) -> None:
+        """Tell the session that an optimizer step is complete."""
+        if self._since is not None:
+            self.session.finish_step(
+                self._since,
+                step=self.offloaded.num_steps,
+                loss=float(self._loss),
+                grad_norm=float(self.streamed_optimizer.last_grad_norm),
+                tokens=self._tokens,
+            )
+            self._since = None
+
+
+class _Reports(transformers.TrainerCallback):
+    """Passes what happens in transformers' loop on to the session."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any
+    ) -> None:
+        for callback in self._trainer.session.callbacks:
+            callback.on_train_begin(state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.report_step()
+
+
+def check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
+    """Refuse what cannot be honoured, in a sentence that says why.
+
+    Raises
+    ------
+    ArgumentError
+        The first such argument.
+    """
+    for refused, name, why in _refusals(args, kwargs):
+        if refused:
+            msg = f"{name}: {why}"
+            raise ArgumentError(msg)
+
+
+def _refusals(
+    args: TrainingArguments, kwargs: dict[str, Any]
+) -> list[tuple[bool, str, str]]:
+    optim = str(getattr(args.optim, "value", args.optim))
+    later = "comes in a later version"
+    return [
+        (
+            args.save_strategy != SaveStrategy.NO,
+            f"save_strategy={str(getattr(args.save_strategy, 'value', args.save_strategy))!r}",
+            'checkpoints and resume come in a later version, so give save_strategy="no"; '
+            "trainer.save_model(dir) keeps the trained model",
+        ),
+        (
+            optim not in _OPTIMIZERS,
+            f"optim={optim!r}",
+            f"updates run on the host in AdamW kernels; give one of {', '.join(_OPTIMIZERS)}",
+        ),
+        (args.fp16, "fp16=True", "there is no loss scaler; train in fp32"),
+        (
+            args.bf16,
+            "bf16=True",
+            f"bf16 compute with an fp32 master {later}; train in fp32",
+        ),
+        (
+            bool(args.fp16_full_eval),
+            "fp16_full_eval=True",
+            "the streamed weights are fp32; leave it out",
+        ),
+        (
+            bool(args.bf16_full_eval),
+            "bf16_full_eval=True",
+            "the streamed weights are fp32; leave it out",
+        ),
+        (
+            bool(args.fsdp),
+            f"fsdp={args.fsdp!r}",
+            "the session streams the model on one device; leave fsdp out",
+        ),
+        (
+            bool(args.deepspeed),
+            "deepspeed",
+            "the session offloads the model itself; leave deepspeed out",
+        ),
+        (
+            bool(args.torch_compile),
+            "torch_compile=True",
+            "compiled graphs hold on to weights that come and go",
+        ),
+        (
+            bool(args.auto_find_batch_size),
+            "auto_find_batch_size=True",
+            "it restarts after out-of-memory errors",
+        ),
+        (
+            args.world_size > 1,
+            f"{args.world_size} processes",
+            "one process and one device; start without a launcher",
+        ),
+        (
+            kwargs.get("optimizer_cls_and_kwargs") is not None,
+            "optimizer_cls_and_kwargs",
+            "give optimizers=(torch.optim.AdamW(...), None) instead",
+        ),
+    ]
