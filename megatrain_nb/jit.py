@@ -136,7 +136,7 @@ def _listen() -> None:
                 compiling(f"{function.__name__} kernel")
             self.depth += 1
 
-        def on_end(self, event: Any) -> None:  # noqa: ARG002
+        def on_end(self, event: Any) -> None:
             self.depth -= 1
 
     events.register("numba:compile", Compilations())

@@ -21,6 +21,21 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.session import Session
 
 
+class CellSyntaxError(Exception):
+    """The cell's code does not compile; shown as IPython shows any SyntaxError."""
+
+    def __init__(self, shell: InteractiveShell, error: SyntaxError) -> None:
+        super().__init__(str(error))
+        self._shell = shell
+        self._error = error
+
+    def _render_traceback_(self) -> list[str]:
+        shown: list[str] = self._shell.SyntaxTB.structured_traceback(
+            type(self._error), self._error, None
+        )
+        return shown
+
+
 class Body:
     """The compiled code of a cell: runs on its thread, keeps its value or its error."""
 
@@ -31,7 +46,10 @@ class Body:
         self._stopped: Session | None = None
         self._lock = threading.Lock()
         self._ended = False
-        self._codes, self._filename = _compile(shell, header, source)
+        try:
+            self._codes, self._filename = _compile(shell, header, source)
+        except SyntaxError as error:
+            raise CellSyntaxError(shell, error) from None
         self._thread = threading.Thread(
             # The context carries which cell prints and displays belong to.
             target=contextvars.copy_context().run,
@@ -108,14 +126,21 @@ def _compile(
 ) -> tuple[list[CodeType], str]:
     """Return code objects, the last one an expression if the cell ends in one, and a name."""
     lines = shell.transform_cell(source)  # type: ignore[no-untyped-call]
+    running = shell.displayhook.exec_result  # knows which In[...] this is
+    number = getattr(running, "execution_count", None) or shell.execution_count
     # The body begins on the cell's second line, and the error's line numbers say so.
     name = shell.compile.cache(
-        f"{header}\n{lines}", shell.execution_count, raw_code=f"{header}\n{source}"
+        f"{header}\n{lines}", number, raw_code=f"{header}\n{source}"
     )
-    tree = shell.transform_ast(shell.compile.ast_parse(f"\n{lines}", name))
+    tree = shell.transform_ast(  # type: ignore[no-untyped-call]
+        shell.compile.ast_parse(f"\n{lines}", name)
+    )
     parts: list[ast.Module | ast.Expression] = [tree]
-    silent = DisplayHook.semicolon_at_end_of_expression(source.rstrip())
-    if tree.body and isinstance(tree.body[-1], ast.Expr) and not silent:
+    if (
+        tree.body
+        and isinstance(tree.body[-1], ast.Expr)
+        and not DisplayHook.semicolon_at_end_of_expression(source.rstrip())  # type: ignore[no-untyped-call]
+    ):
         parts.append(ast.Expression(tree.body.pop().value))
     flags = shell.compile.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
     codes = [

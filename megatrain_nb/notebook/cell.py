@@ -53,7 +53,7 @@ class Run:
     def wait(self) -> object:
         """Run the body and return the value of its last expression; blocks."""
         with self._signals():
-            self._body.start()
+            self._start()
             while self._waiting():
                 self._body.wait(POLL_S)
         return self._result()
@@ -61,13 +61,17 @@ class Run:
     async def wait_async(self) -> object:
         """Run the body and return the value of its last expression; the loop goes on."""
         with self._signals():
-            self._body.start()
+            self._start()
             while self._waiting():
                 try:
                     await asyncio.sleep(POLL_S)
                 except asyncio.CancelledError:
                     self._num_signals += 1
         return self._result()
+
+    def _start(self) -> None:
+        self._view.follow(current_session())
+        self._body.start()
 
     def _waiting(self) -> bool:
         """Do what is due; return whether there is still something to wait for."""

@@ -124,7 +124,7 @@ def overview() -> str:
     width = max(len(entry[0]) for entry in entries)
     lines = [f"  {usage:{width}}  {what}" for usage, what in entries]
     head = "megatrain_nb trains language models larger than memory."
-    init = COMMANDS["init"].format_usage().removeprefix("usage: ").rstrip()
+    init = COMMANDS["init"].format_usage().rstrip()
     return "\n".join([head, "", *lines, "", init, "", _EXAMPLE])
 
 

@@ -51,10 +51,13 @@ def text_line(snap: Snapshot) -> str:
         if snap.tokens_per_s:
             parts.append(f"{format_count(snap.tokens_per_s)} tokens/s")
         parts.append(f"{format_seconds(_step_s(snap))} per step")
-    parts.append(f"{format_seconds(snap.elapsed_s)} elapsed")
+    parts.append(f"{_clock(snap.elapsed_s)} elapsed")
     if snap.left_s is not None and snap.state == "training":
-        parts.append(f"about {format_seconds(snap.left_s)} left")
-    parts += [f"{_TIERS.get(n, n)} {_tier_text(t)}" for n, t in snap.tiers.items()]
+        parts.append(f"about {_clock(snap.left_s)} left")
+    parts += [
+        f"{_TIERS.get(n, n)} {format_bytes(t.used_bytes)} ({_peak_text(t)})"
+        for n, t in snap.tiers.items()
+    ]
     state = "" if snap.state == "training" else f" ({_STATES[snap.state][0]})"
     return f"{_position(snap)}{state}: {', '.join(parts)}"
 
@@ -68,7 +71,7 @@ def page(snap: Snapshot) -> str:
     if lower:
         body.append(_row(*lower))
     return (
-        f'<div style="max-width:980px;box-sizing:border-box;margin:4px 0;'
+        f'<div style="max-width:980px;box-sizing:border-box;margin:6px 3px;'
         f"padding:12px 16px 14px;border:1px solid {_EDGE};border-radius:8px;"
         f'font:13px/1.45 {_FONT};{_NUMBERS}">{"".join(body)}</div>'
     )
@@ -97,9 +100,9 @@ def sparkline(points: list[tuple[int, float]]) -> str:
 
 def _head(snap: Snapshot) -> str:
     label, colour = _STATES[snap.state]
-    times = f"{format_seconds(snap.elapsed_s)} elapsed"
+    times = f"{_clock(snap.elapsed_s)} elapsed"
     if snap.left_s is not None and snap.state in ("training", "stopping"):
-        times += f" &middot; about {format_seconds(snap.left_s)} left"
+        times += f" &middot; about {_clock(snap.left_s)} left"
     dot = (
         f'<span style="display:inline-block;width:9px;height:9px;border-radius:5px;'
         f'margin-right:6px;background-color:{colour}"></span>'
@@ -155,7 +158,7 @@ def _figures(snap: Snapshot) -> str:
         f'font-weight:600">{value}</td></tr>'
         for name, value in rows
     )
-    return _title("Now") + _table(cells)
+    return _title("Last steps") + _table(cells)
 
 
 def _step_time(snap: Snapshot) -> str:
@@ -184,19 +187,18 @@ def _memory(snap: Snapshot) -> str:
     if not snap.tiers:
         return ""
     rows = "".join(
-        f'<tr style="background:none"><td style="text-align:left;padding:2px 10px 2px 0">'
-        f'{_TIERS.get(name, _html.escape(name))}</td><td style="width:45%;padding:2px 0">'
-        f'{_tier_bar(tier)}</td><td style="text-align:right;padding:2px 0 2px 10px;'
-        f'white-space:nowrap">{_tier_html(tier)}</td></tr>'
+        f'<div style="display:flex;flex-wrap:wrap;justify-content:space-between;'
+        f'gap:0 12px;margin-top:4px"><span>{_TIERS.get(name, _html.escape(name))}</span>'
+        f"<span>{_tier_html(tier)}</span></div>{_tier_bar(tier)}"
         for name, tier in snap.tiers.items()
     )
-    return _title("Memory: now, peak, budget") + _table(rows)
+    return _title("Memory: now, peak, budget") + rows
 
 
 def _tier_bar(tier: TierUse) -> str:
     whole = tier.limit_bytes or max(tier.peak_bytes, tier.used_bytes, 1)
     now, peak = tier.used_bytes / whole, tier.peak_bytes / whole
-    colour = RED if peak > 1 else ORANGE if peak > 0.9 and tier.limit_bytes else BLUE
+    colour = RED if peak > 1 else BLUE
     faint = f"{colour}66"
     return _bar(
         [(min(now, 1.0), colour), (max(min(peak, 1.0) - now, 0.0), faint)], height=10
@@ -204,18 +206,17 @@ def _tier_bar(tier: TierUse) -> str:
 
 
 def _tier_html(tier: TierUse) -> str:
-    limit = f" of {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else ""
     return (
         f"<b>{format_bytes(tier.used_bytes)}</b> "
-        f'<span style="{_MUTED}">peak {format_bytes(tier.peak_bytes)}{limit}</span>'
+        f'<span style="{_MUTED}">{_peak_text(tier)}</span>'
     )
 
 
-def _tier_text(tier: TierUse) -> str:
-    limit = f" of {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else ""
-    return (
-        f"{format_bytes(tier.used_bytes)} (peak {format_bytes(tier.peak_bytes)}{limit})"
+def _peak_text(tier: TierUse) -> str:
+    limit = (
+        f"budget {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else "no limit"
     )
+    return f"peak {format_bytes(tier.peak_bytes)}, {limit}"
 
 
 def _bar(parts: list[tuple[float, str]], *, height: int, title: str = "") -> str:
@@ -264,4 +265,10 @@ def _step_s(snap: Snapshot) -> float:
 def _number(value: float) -> str:
     if math.isnan(value):
         return "-"
-    return f"{value:.4g}" if 1e-3 <= abs(value) < 1e4 or not value else f"{value:.3e}"
+    if value and not 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3e}"
+    return f"{value:#.4g}".removesuffix(".")
+
+
+def _clock(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 99.5 else format_seconds(seconds)

@@ -72,7 +72,6 @@ class View:
         if session is self._session:
             return
         if self._session is not None:
-            self._read_tiers()
             self._session.shown = False
             if self.progress in self._session.callbacks:
                 self._session.callbacks.remove(self.progress)
@@ -119,9 +118,9 @@ class View:
 
     def _show(self, bundle: dict[str, Any]) -> None:
         if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
+            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
         else:
-            self._handle.update(bundle, raw=True)
+            self._handle.update(bundle, raw=True)  # type: ignore[no-untyped-call]
 
     def _read_tiers(self) -> None:
         session = self._session

@@ -24,8 +24,9 @@ def through_autograd(executor: Executor, call: BlockCall) -> Any:
         return call.result(call.outputs)
     # Without an input that wants a gradient (token ids), this keeps the node in the graph.
     anchor = torch.zeros((), requires_grad=True)
+    node: Any = _BlockNode
     return call.result(
-        _BlockNode.apply(executor, call, executor.version, anchor, *call.tracked)
+        node.apply(executor, call, executor.version, anchor, *call.tracked)
     )
 
 

@@ -226,8 +226,12 @@ class BlockCall:
     def _check_inputs(self) -> None:
         for value in self._inputs:
             if isinstance(value, Tensor):
-                if source_of(value) is not None:
-                    msg = f"{self.block.name} is given the parameter {source_of(value).name} as an argument; its gradient would be lost"  # type: ignore[union-attr]
+                source = source_of(value)
+                if source is not None:
+                    msg = (
+                        f"{self.block.name} is given the parameter {source.name} as an argument; "
+                        "its gradient would be lost"
+                    )
                     raise ModelError(msg)
             elif (
                 not isinstance(value, _PLAIN)

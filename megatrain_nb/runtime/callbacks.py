@@ -55,13 +55,13 @@ class Callback:
     """
 
     def on_train_begin(self, total_steps: int | None) -> None:
-        """Training starts; ``total_steps`` is None where it is not known (a plain loop)."""
+        """Hear that training starts; ``total_steps`` is None where it is not known (a plain loop)."""
 
     def on_span(self, span: Span) -> None:
-        """The runtime finished one action."""
+        """Hear that the runtime finished one action."""
 
     def on_step_end(self, result: StepResult) -> None:
-        """One optimizer step is complete and consistent."""
+        """Hear that an optimizer step is complete and consistent."""
 
     def on_train_end(self) -> None:
-        """Training ended, was interrupted or failed."""
+        """Hear that training ended, was interrupted or failed."""

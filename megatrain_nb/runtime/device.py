@@ -110,7 +110,7 @@ class SlotDevice:
         """Put the slot back for the next pack of its size."""
         self._free.setdefault(flat.numel(), []).append(flat)
 
-    def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:  # noqa: ARG002
+    def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:
         """Gradients accumulate on the device and leave once per window."""
         return None
 

@@ -10,7 +10,6 @@ operations, `running` and `BlockCall.backward`.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from megatrain_nb.runtime.call import BlockCall
 from megatrain_nb.runtime.pager import What
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Iterator
 
     from megatrain_nb.runtime.device import Device

@@ -155,7 +155,7 @@ def _write_values(file: Any, values: Tensor, bar: tqdm[Any]) -> None:
         if values.dim()
         else values.cpu().reshape(1).view(torch.uint8)
     )
-    data = memoryview(flat.numpy())
+    data = memoryview(flat.numpy().data)
     for start in range(0, len(data), _CHUNK_BYTES):
         part = data[start : start + _CHUNK_BYTES]
         file.write(part)

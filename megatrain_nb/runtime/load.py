@@ -139,14 +139,14 @@ class _Scratch:
         self._shape = shape
 
     @contextmanager
-    def opened(self, *, write: bool) -> Iterator[Tensor]:  # noqa: ARG002
+    def opened(self, *, write: bool) -> Iterator[Tensor]:
         yield torch.empty(self._shape)
 
     def grad(self) -> None:
-        """It never has one."""
+        """Return none: it never has a gradient."""
 
     def set_grad(self, value: Tensor | None) -> None:
-        """It never has one."""
+        """Do nothing: it never has a gradient."""
 
 
 def _maker(auto_class: Any, kwargs: dict[str, Any]) -> Callable[[Any], nn.Module]:
@@ -185,7 +185,7 @@ def _each_registered(
             then(param)
 
     with _registering:
-        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
+        nn.Module.register_parameter = register_parameter  # type: ignore[method-assign,assignment]
         try:
             yield seen
         finally:

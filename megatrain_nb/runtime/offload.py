@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +28,7 @@ from megatrain_nb.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
     from torch.utils.hooks import RemovableHandle
 
     from megatrain_nb.runtime.session import Session
@@ -211,7 +211,7 @@ class OffloadedModel:
         self.session.dismiss(self)
 
     def note_saved(self) -> None:
-        """The weights as they are now were exported."""
+        """Note that the weights as they are now were exported."""
         self.pager.close_held()
         self.saved_at = self.num_steps
 
@@ -314,7 +314,7 @@ def prepare(model: nn.Module) -> None:
 
 
 def no_cache_in_training(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Leave the key-value cache out where gradients are recorded: a recompute would fill it twice."""
     if torch.is_grad_enabled() and kwargs.get("use_cache") is None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.config import AdamWConfig
@@ -126,7 +126,7 @@ class AdamW(torch.optim.Optimizer):
         offloaded.learn()
         return loss
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+    def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all pending gradients."""
         self.offloaded.executor.drop_gradients()
 
@@ -158,7 +158,7 @@ class AdamW(torch.optim.Optimizer):
             self.take_state(params[index], state)
         self._note_state()
 
-    def take_state(self, param: nn.Parameter, state: dict[str, Any]) -> None:
+    def take_state(self, param: Tensor, state: dict[str, Any]) -> None:
         """Copy one parameter's step count and moments into the store."""
         if not state:
             return

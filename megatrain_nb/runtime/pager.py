@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,6 +26,7 @@ from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -357,7 +357,7 @@ class Pager:
         self.pool.give(slab)
 
     def _wait_writes(self, piece: Piece, *only: str) -> None:
-        """A read must see the last version: let its writes land first."""
+        """Let a piece's writes land: a read must see the last version."""
         keys = [
             key
             for key in only or [tile[0] for tile in self._tiles(piece)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
-from megatrain_nb.runtime import rss
+from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.callbacks import Callback, StepResult
 from megatrain_nb.runtime.device import open_device
 from megatrain_nb.runtime.status import Status, TierStatus, describe_session
@@ -69,6 +69,7 @@ class Session:
         max_vram_bytes: int | None,
         device: str | torch.device | None,
     ) -> None:
+        heap.return_freed_memory()
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -138,6 +139,7 @@ class Session:
             self.pool.close()
             self.device.close()
             self._lock.release()
+            heap.trim()
             if _current is self:
                 _current = None
 

@@ -97,11 +97,11 @@ class _Streamed:
         raise ModelError(msg)
 
 
-class StreamedTensor(_Streamed, Tensor):  # type: ignore[misc]
+class StreamedTensor(_Streamed, Tensor):
     """A view of values in the store, or of a pending gradient or moment; shape and dtype of the original."""
 
 
-class StreamedParameter(_Streamed, nn.Parameter):  # type: ignore[misc]
+class StreamedParameter(_Streamed, nn.Parameter):
     """A parameter whose weights are in the store."""
 
 
@@ -346,6 +346,10 @@ def _methods(names: str) -> set[Any]:
     return {getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name)}
 
 
+def _accessor(name: str) -> Any:
+    return getattr(Tensor, name)
+
+
 def _getters(names: str) -> set[Any]:
     return {
         getattr(Tensor, name).__get__ for name in names.split() if hasattr(Tensor, name)
@@ -387,11 +391,11 @@ _VIEWS = (
 )
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    Tensor.grad.__get__: lambda tensor: tensor._source.grad(),  # type: ignore[attr-defined]
-    Tensor.grad.__set__: lambda tensor, value: tensor._source.set_grad(value),  # type: ignore[attr-defined]
-    Tensor.grad.__delete__: lambda tensor: tensor._source.set_grad(None),  # type: ignore[attr-defined]
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    _accessor("grad").__get__: lambda tensor: tensor._source.grad(),
+    _accessor("grad").__set__: lambda tensor, value: tensor._source.set_grad(value),
+    _accessor("grad").__delete__: lambda tensor: tensor._source.set_grad(None),
+    _accessor("data").__set__: _set_data,
+    _accessor("requires_grad").__set__: _set_requires_grad,
     Tensor.requires_grad_: lambda tensor, requires_grad=True: _set_requires_grad(
         tensor, requires_grad
     ),

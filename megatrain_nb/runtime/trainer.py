@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 # The loss that the running micro-batch would have called backward on; every micro-batch has its own context.
 _taken: ContextVar[list[Tensor]] = ContextVar("taken")
+_DISPLAYS: tuple[type[transformers.TrainerCallback], ...] = (
+    NotebookProgressCallback,
+    transformers.ProgressCallback,
+    transformers.PrinterCallback,
+)
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -114,6 +119,7 @@ class Trainer(transformers.Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, []
+        self._tokens = sum(valid_tokens(model, inputs) for model, inputs, _ in window)
         self.accelerator.backward = self._take_loss
         try:
             losses = run_window(
@@ -121,9 +127,8 @@ class Trainer(transformers.Trainer):
             )
         finally:
             del self.accelerator.backward
-        self._tokens = sum(valid_tokens(self.model, inputs) for _, inputs, _ in window)
         # Added up in the order in which transformers adds them to its running loss.
-        self._loss = sum(losses[1:], losses[0])
+        self._loss: Tensor = sum(losses[1:], start=losses[0])
         return self._loss
 
     def _compute(
@@ -153,9 +158,11 @@ class Trainer(transformers.Trainer):
         return self.offloaded.total_norm() if grad_norm is None else grad_norm
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """The model's blocks go to the session's device by themselves."""
+        """Do nothing: the blocks go to the session's device by themselves."""
 
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         """Train as transformers does; the callbacks of the session hear of it.
 
         Raises
@@ -167,17 +174,11 @@ class Trainer(transformers.Trainer):
             msg = "resume_from_checkpoint: checkpoints and resume come in a later version; start again without it"
             raise ArgumentError(msg)
         self._window.clear()
-        if (
-            self.session.shown
-        ):  # one progress display is enough, and this one is on another thread
-            for callback in (
-                NotebookProgressCallback,
-                transformers.ProgressCallback,
-                transformers.PrinterCallback,
-            ):
-                self.remove_callback(callback)
+        if self.session.shown:  # one progress display is enough
+            for display in _DISPLAYS:
+                self.remove_callback(display)
         try:
-            return super().train(**kwargs)
+            return super().train(None, *args, **kwargs)
         finally:
             self._window.clear()
             for callback in self.session.callbacks:

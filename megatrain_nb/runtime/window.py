@@ -167,7 +167,7 @@ class Window:
         return self._hub.switch(call)
 
     def visit(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The same for a call without gradients."""
+        """Do the same for a call without gradients."""
         return self._hub.switch(_Visit(block, args, kwargs))
 
     # -- on the driver's side ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,22 +132,16 @@ def train_step(
     session = offloaded.session
     since = session.clock()
     tokens = sum(valid_tokens(model, batch) for batch in micro_batches)
-    if loss_fn is not None:
-        computes = [
-            lambda batch=batch: loss_fn(model, batch) for batch in micro_batches
-        ]  # type: ignore[misc]
-    else:
-        computes = [
-            lambda batch=batch: _own_loss(model, batch, tokens, micro_batches)
-            for batch in micro_batches
-        ]  # type: ignore[misc]
+    if loss_fn is None:
+        loss_fn = partial(_own_loss, tokens=tokens, count=len(micro_batches))
+    computes = [partial(loss_fn, model, batch) for batch in micro_batches]
     losses = run_window(offloaded, computes)
     optimizer.step()
     optimizer.zero_grad()
     return session.finish_step(
         since,
         step=offloaded.num_steps,
-        loss=float(sum(losses[1:], losses[0])),
+        loss=float(sum(losses[1:], start=losses[0])),
         grad_norm=float(optimizer.last_grad_norm),
         tokens=tokens,
     )
@@ -189,15 +184,14 @@ def shifts_labels(model: nn.Module) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss  # noqa: PLC0415
 
     config = getattr(model, "config", None)
-    is_causal = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    is_causal = (
+        LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss
+    )
     return is_causal and not getattr(config, "is_encoder_decoder", False)
 
 
 def _own_loss(
-    model: nn.Module,
-    batch: Mapping[str, Any],
-    tokens: int,
-    window: Sequence[Mapping[str, Any]],
+    model: nn.Module, batch: Mapping[str, Any], *, tokens: int, count: int
 ) -> Tensor:
     """Return the micro-batch's part of the window's loss."""
     if takes_num_items(model) and tokens:
@@ -206,7 +200,7 @@ def _own_loss(
     loss = _loss_of(model(**batch), model)
     if tokens:  # the model takes the mean over its own tokens: weigh it by their share
         return loss * (valid_tokens(model, batch) / tokens)
-    return loss / len(window)
+    return loss / count
 
 
 def takes_num_items(model: nn.Module) -> bool:

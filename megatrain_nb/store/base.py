@@ -54,8 +54,8 @@ class IoRecord:
     op
         ``READ`` or ``WRITE``.
     start_s, end_s
-        ``time.perf_counter()`` seconds, from the first byte to the last, checksum
-        included; the time in the queue is not.
+        ``time.perf_counter()`` seconds of the transfer alone, without the time in the
+        queue, the wait for space and the checksum.
     """
 
     op: str
@@ -126,8 +126,8 @@ def wait(future: Future[T], *, what: str, timeout_s: float = 60.0) -> T:
         msg = f"{what} was cancelled: the store was closed before its turn came"
         raise StoreError(msg) from None
     except TimeoutError:
-        if future.done():
-            raise
+        if future.done():  # at this very moment, or the error is its own
+            return future.result()
         state = "running" if future.running() else "still queued"
         msg = (
             f"{what} is {state} after {timeout_s:g} s. The disk is stalled or far slower "

@@ -56,6 +56,9 @@ class Lanes:
     def drain(self, timeout_s: float) -> int:
         """Wait until nothing is queued or running; return how many jobs are left."""
         with self._changed:
+            # An interrupt (Ctrl-C) can hit between a job and its token.
+            for _ in range(len(self._reads) + len(self._writes)):
+                self._pool.submit(self._run_one)
             self._changed.wait_for(lambda: not self._num_jobs(), timeout_s)
             return self._num_jobs()
 
@@ -83,7 +86,7 @@ class Lanes:
             with self._changed:
                 self._running -= 1
                 self._writing -= write
-                if self._writes:
+                if self._reads or self._writes:
                     self._pool.submit(self._run_one)
                 self._changed.notify_all()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import StoreError
@@ -13,15 +14,18 @@ from megatrain_nb.store.host import map_pages
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     import numpy as np
     from numpy.typing import NDArray
 
-# Measured with 16 MiB tiles, four in flight, on a virtual disk, GB/s written, read, half
-# and half: 1 MiB 4.4 2.3 3.3, 4 MiB 4.6 2.3 3.6, 8 MiB 4.5 2.3 3.0, 16 MiB 4.9 2.4 3.0.
-_REQUEST_BYTES = 4 << 20
+# Large, for the sake of the GIL: while another thread runs Python, every return from the
+# kernel waits up to 5 ms (sys.getswitchinterval) to get it back. Measured with 16 MiB
+# tiles, four in flight, on a virtual disk, GB/s written and read: beside a busy Python
+# thread 0.6 0.4 with requests of 1 MiB, 1.5 1.3 with 4 and 8, 1.9 1.4 with 16; alone
+# 4.4 2.3 with any of them.
+_REQUEST_BYTES = 32 << 20
 _BOUNCE_BYTES = 1 << 20
 _MAX_STALLS = 100  # calls in a row that move nothing, before it is an error
 _GROW_MIN_BYTES, _GROW_MAX_BYTES = 1 << 20, 64 << 20
@@ -113,7 +117,8 @@ class TileFile:
     def shrink(self, size_bytes: int) -> None:
         """Give the end of the file back to the disk."""
         if size_bytes < self.size_bytes:
-            os.ftruncate(self._fd, size_bytes)
+            with self._errors("ftruncate"):
+                os.ftruncate(self._fd, size_bytes)
             self.size_bytes = size_bytes
 
     def sync(self) -> None:
@@ -124,17 +129,27 @@ class TileFile:
         StoreError
             The medium could not take it.
         """
-        try:
+        with self._errors("fsync"):
             os.fsync(self._fd)
-        except OSError as error:
-            msg = f"fsync of {self.path} failed: {error.strerror}"
-            raise StoreError(msg) from error
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes left on the disk of the file, even if somebody deleted its name."""
+        return free_bytes(self._fd)
 
     def close(self) -> None:
         """Close the file; idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    @contextmanager
+    def _errors(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            msg = f"{call} of {self.path} failed: {error.strerror}"
+            raise StoreError(msg) from error
 
     def _direct_bytes(self, array: NDArray[np.uint8]) -> int:
         """How much of `array` the kernel can move without a copy through a bounce."""
@@ -204,13 +219,13 @@ class TileFile:
             if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}:
                 raise
             # This file system cannot reserve. Look before the write at least.
-            if free_bytes(self.path) < grown:
+            if self.free_bytes < grown:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
             os.ftruncate(self._fd, size_bytes)
         self.size_bytes = size_bytes
 
     def _free_text(self) -> str:
-        free = format_bytes(free_bytes(self.path))
+        free = format_bytes(self.free_bytes)
         return f"the disk has {free} free: free some space or use another directory"
 
     def _why_not_grow(self, size_bytes: int, error: OSError) -> str:
@@ -230,7 +245,7 @@ class TileFile:
         return f"cannot open {self.path}: {why}"
 
 
-def free_bytes(path: Path) -> int:
-    """Return the bytes an ordinary user can still write on the disk of `path`."""
-    stat = os.statvfs(path)
+def free_bytes(where: Path | int) -> int:
+    """Return what an ordinary user can still write on the disk of a path or open file."""
+    stat = os.statvfs(where)
     return stat.f_bavail * stat.f_frsize

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from IPython.core.displaypub import CapturingDisplayPublisher
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
+
+import megatrain_nb as mt
+from tests.notebook.fakes import MODULE, fake_module
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The runtime's session module, replaced."""
+    module = fake_module()
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    for name in ("init", "current_session", "Session"):
+        monkeypatch.setitem(mt.__dict__, name, module.__dict__[name])
+    return module
+
+
+@pytest.fixture
+def bare_shell() -> Iterator[Any]:
+    """A real IPython without kernel, terminal and history."""
+    config = Config()
+    config.HistoryManager.enabled = False
+    InteractiveShell.clear_instance()
+    shell = InteractiveShell.instance(config=config, colors="nocolor")
+    shell.display_pub = CapturingDisplayPublisher()  # type: ignore[no-untyped-call]
+    yield shell
+    atexit.unregister(shell.atexit_operations)
+    shell.atexit_operations()  # type: ignore[no-untyped-call]
+    InteractiveShell.clear_instance()
+
+
+@pytest.fixture
+def shell(bare_shell: Any, fake: types.ModuleType) -> Any:
+    """The same with the extension loaded and the runtime replaced."""
+    bare_shell.run_line_magic("load_ext", "megatrain_nb")
+    return bare_shell

@@ -1,0 +1,143 @@
+"""A session that trains nothing, in place of the runtime's (and of torch's import)."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import types
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatrain_nb.errors import ArgumentError, SessionError
+from megatrain_nb.runtime.callbacks import Callback, StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MODULE = "megatrain_nb.runtime.session"
+
+
+@dataclass(frozen=True)
+class FakeTier:
+    used_bytes: int
+    peak_bytes: int
+    limit_bytes: int | None
+
+
+@dataclass(frozen=True)
+class FakeStatus:
+    tiers: dict[str, FakeTier]
+
+    def __repr__(self) -> str:
+        return "status: RAM 0.5 GB"
+
+    def _repr_html_(self) -> str:
+        return "<b>status</b>"
+
+
+class FakeSession:
+    """Counts steps; stops where the runtime would."""
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.callbacks: list[Callback] = []
+        self.shown = False
+        self.closed = False
+        self.num_stops = 0
+        self.step = 0
+        self.shown_while_training: bool | None = None
+        self.stop_event = threading.Event()
+
+    def stop(self) -> None:
+        self.num_stops += 1
+        self.stop_event.set()
+
+    def resume(self) -> None:
+        self.stop_event.clear()
+
+    def close(self) -> None:
+        self.closed = True
+        sys.modules[MODULE].current = None  # type: ignore[attr-defined]
+
+    def status(self) -> FakeStatus:
+        now = 400_000_000 + 1_000_000 * (self.step % 50)
+        return FakeStatus(
+            {
+                "ram": FakeTier(now, 620_000_000, 800_000_000),
+                "disk": FakeTier(1_430_000_000, 1_913_600_000, None),
+            }
+        )
+
+    def __repr__(self) -> str:
+        return "<Session fake>"
+
+    def _repr_html_(self) -> str:
+        return "<b>session</b>"
+
+    def train(
+        self, num_steps: int | None = None, *, seconds: float = 0.01, told: bool = True
+    ) -> str:
+        if told and num_steps is not None:
+            for callback in self.callbacks:
+                callback.on_train_begin(num_steps)
+        for _ in self._steps(num_steps):
+            for _block in range(4):
+                time.sleep(seconds / 4)
+                if self.stop_event.is_set():
+                    raise KeyboardInterrupt
+            self.shown_while_training = self.shown
+            self.step += 1
+            result = step_result(self.step, seconds)
+            for callback in self.callbacks:
+                callback.on_step_end(result)
+        for callback in self.callbacks:
+            callback.on_train_end()
+        return f"trained to step {self.step}"
+
+    def _steps(self, num_steps: int | None) -> Iterator[int]:
+        count = 0
+        while num_steps is None or count < num_steps:
+            yield count
+            count += 1
+
+
+def step_result(step: int, seconds: float = 0.01) -> StepResult:
+    shares = {"compute": 0.62, "wait": 0.2, "update": 0.13, "other": 0.05}
+    return StepResult(
+        step=step,
+        loss=2.0 + 3.5 / step**0.5 + 0.05 * (step * 7 % 5),
+        grad_norm=1.0 + 1.0 / step,
+        tokens=512,
+        seconds={cause: share * seconds for cause, share in shares.items()},
+    )
+
+
+def fake_module() -> types.ModuleType:
+    """Return a stand-in for ``megatrain_nb.runtime.session``."""
+    module: Any = types.ModuleType(MODULE)
+    module.current = None
+
+    def init(offload_dir: Any, **options: Any) -> FakeSession:
+        if str(offload_dir) == "/taken":
+            msg = "another process owns\n/taken; close it there"
+            raise SessionError(msg)
+        if options.get("device") == "abacus":
+            msg = "device='abacus' is not known"
+            raise ArgumentError(msg)
+        if module.current is not None:
+            module.current.close()
+        session = module.current = FakeSession(offload_dir=offload_dir, **options)
+        return session
+
+    module.init = init
+    module.current_session = lambda: module.current
+    module.Session = FakeSession
+    made: types.ModuleType = module
+    return made
+
+
+def install() -> types.ModuleType:
+    """Put the stand-in where the package looks; what a test kernel runs first."""
+    sys.modules[MODULE] = fake_module()
+    return sys.modules[MODULE]

@@ -1,0 +1,426 @@
+"""In a shell without kernel: nothing can be awaited, so ``%%megatrain`` waits for its body."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from IPython.core.error import UsageError
+
+from megatrain_nb.errors import SessionError
+from megatrain_nb.notebook import cell as cell_module
+from megatrain_nb.notebook.cell import Interrupted
+from megatrain_nb.notebook.parser import overview
+
+if TYPE_CHECKING:
+    import types
+
+INIT = "init --offload-dir /nvme/run --max-ram 2GB --device cpu"
+
+
+def run(shell: Any, code: str) -> Any:
+    return shell.run_cell(code)
+
+
+def text_displays(shell: Any) -> list[str]:
+    return [output["data"]["text/plain"] for output in shell.display_pub.outputs]
+
+
+# ---------------------------------------------------------------- %megatrain
+
+
+def test_init_opens_and_returns_a_session(
+    shell: Any, fake: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(shell, f"s = %megatrain {INIT}").success
+    session = shell.user_ns["s"]
+    assert session is fake.current
+    assert session.options == {
+        "offload_dir": session.options["offload_dir"],
+        "max_vram_gb": None,
+        "max_ram_gb": "2GB",
+        "max_disk_gb": None,
+        "device": "cpu",
+    }
+    assert str(session.options["offload_dir"]) == "/nvme/run"
+    assert capsys.readouterr().out == ""
+    assert run(shell, f"%megatrain {INIT}").result is fake.current
+    assert capsys.readouterr().out.count("<Session fake>") == 1
+    assert run(shell, f"%megatrain {INIT};").result is None
+    assert capsys.readouterr().out == ""
+
+
+def test_variables_and_home_are_expanded(
+    shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    shell.user_ns.update(where="~/my runs", ram="3GB")
+    run(shell, "s = %megatrain init --offload-dir '{where}' --max-ram $ram")
+    assert str(fake.current.options["offload_dir"]) == "/home/ada/my runs"
+    assert fake.current.options["max_ram_gb"] == "3GB"
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("init --offload-dir /taken", "another process owns /taken; close it there"),
+        ("init --offload-dir d --device abacus", "device='abacus' is not known"),
+        ("init --offload-dir d --max-rma 3", "did you mean '--max-ram'?"),
+        ("status", "no session is open; open one: %megatrain init"),
+        ("satus", "did you mean 'status'?"),
+    ],
+)
+def test_errors_are_one_line(
+    shell: Any, capsys: pytest.CaptureFixture[str], line: str, told: str
+) -> None:
+    result = run(shell, f"%megatrain {line}")
+    assert isinstance(result.error_in_exec, UsageError)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("UsageError: ")
+    assert captured.err.count("\n") == 1
+    assert told in captured.err
+
+
+def test_status_returns_the_object(shell: Any, fake: types.ModuleType) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    run(shell, "x = %megatrain status")
+    assert shell.user_ns["x"] == fake.current.status()
+
+
+def test_close(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    run(shell, "%megatrain close")
+    run(shell, "%megatrain close")
+    assert shell.user_ns["s"].closed
+    assert capsys.readouterr().out == "session closed\nno session is open\n"
+
+
+@pytest.mark.parametrize("line", ["%megatrain", "%megatrain help", "%megatrain --help"])
+def test_help(shell: Any, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    assert run(shell, line).success
+    assert capsys.readouterr().out == overview() + "\n"
+
+
+def test_help_of_a_command(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(shell, "%megatrain init --help").success
+    assert "--max-vram SIZE" in capsys.readouterr().out
+
+
+def test_question_mark_shows_the_same_help(shell: Any) -> None:
+    bundle = shell.object_inspect_mime("%megatrain")
+    assert all(line in bundle["text/plain"] for line in overview().splitlines())
+
+
+# ---------------------------------------------------------- load and unload
+
+
+def state_of(shell: Any) -> dict[str, Any]:
+    return {
+        "magics": {kind: set(m) for kind, m in shell.magics_manager.magics.items()},
+        "registry": set(shell.magics_manager.registry),
+        "transformers": len(shell.input_transformers_post),
+        "matchers": len(shell.Completer.custom_matchers),
+        "hooks": {name: len(hooks) for name, hooks in shell.events.callbacks.items()},
+    }
+
+
+def test_unload_leaves_nothing_and_reload_doubles_nothing(bare_shell: Any) -> None:
+    manager = bare_shell.extension_manager
+    before = state_of(bare_shell)
+    manager.load_extension("megatrain_nb")
+    loaded = state_of(bare_shell)
+    assert loaded != before
+    manager.reload_extension("megatrain_nb")
+    assert state_of(bare_shell) == loaded
+    sys.modules["megatrain_nb"].load_ipython_extension(bare_shell)
+    assert state_of(bare_shell) == loaded
+    manager.unload_extension("megatrain_nb")
+    assert state_of(bare_shell) == before
+    sys.modules["megatrain_nb"].unload_ipython_extension(bare_shell)
+    assert state_of(bare_shell) == before
+
+
+def test_loading_imports_neither_torch_nor_numba() -> None:
+    code = (
+        "import sys, IPython.core.magic as _, IPython.core.completer as _, time\n"
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "shell = InteractiveShell(); start = time.perf_counter()\n"
+        "shell.run_line_magic('load_ext', 'megatrain_nb')\n"
+        "print(time.perf_counter() - start)\n"
+        "heavy = {'torch', 'numba', 'numpy', 'ipywidgets', 'plotly'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) < 1.0
+
+
+# --------------------------------------------------------------- %%megatrain
+
+
+def test_body_runs_in_the_users_namespace(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["a"] = 20
+    result = run(shell, "%%megatrain train\nb = a + 1\nprint('b is', b)\nb * 2")
+    assert result.result == 42
+    assert shell.user_ns["b"] == 21
+    out = capsys.readouterr().out
+    assert "b is 21\n" in out
+    assert out.count("42") == 1
+
+
+def test_semicolon_silences(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(shell, "%%megatrain\n42;").result is None
+    assert capsys.readouterr().out == ""
+
+
+def test_body_may_use_magics_and_await(shell: Any) -> None:
+    body = "import asyncio\nx = %pwd\nawait asyncio.sleep(0)\nx"
+    assert run(shell, f"%%megatrain\n{body}").result == os.getcwd()  # noqa: PTH109
+
+
+def test_an_error_keeps_one_traceback_that_begins_in_the_cell(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(shell, "%%megatrain\nx = 1\n\ndef f():\n    return x / 0\n\nf()")
+    assert isinstance(result.error_in_exec, ZeroDivisionError)
+    out = capsys.readouterr().out
+    assert out.count("Traceback (most recent call last)") == 1
+    assert "----> 7 f()" in out
+    assert "----> 5     return x / 0" in out
+    assert "megatrain_nb" not in out
+
+
+def test_a_syntax_error_shows_the_line_alone(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = run(shell, "%%megatrain\nx = 1\ny = 2 +* 3")
+    assert not result.success
+    out = capsys.readouterr().out
+    assert "line 3" in out
+    assert "y = 2 +* 3" in out
+    assert "SyntaxError: invalid syntax" in out
+    assert "megatrain_nb" not in out
+
+
+def test_system_exit_ends_the_cell_only(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.warns(UserWarning, match="To exit"):
+        assert not run(shell, "%%megatrain\nraise SystemExit(3)").success
+    assert run(shell, "1 + 1").result == 2
+
+
+@pytest.mark.parametrize("line", ["now", "status"])
+def test_cell_usage_errors(
+    shell: Any, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    assert not run(shell, f"%%megatrain {line}\nx = 1").success
+    assert "x" not in shell.user_ns
+    assert capsys.readouterr().err.startswith("UsageError: %%megatrain takes 'train'")
+
+
+def test_cell_help_runs_nothing(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(shell, "%%megatrain --help\nx = 1").success
+    assert "x" not in shell.user_ns
+    assert capsys.readouterr().out == overview() + "\n"
+
+
+def test_without_a_session_one_line_says_how(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shell.user_ns["SessionError"] = SessionError
+    run(
+        shell,
+        "%%megatrain\nraise SessionError('no session is open;\\n%megatrain init')",
+    )
+    assert (
+        capsys.readouterr().err == "UsageError: no session is open; %megatrain init\n"
+    )
+
+
+def test_with_a_session_a_session_error_keeps_its_traceback(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    shell.user_ns["SessionError"] = SessionError
+    run(shell, "%%megatrain\nraise SessionError('the model is closed')")
+    out = capsys.readouterr().out
+    assert "Traceback" in out
+    assert "----> 2 raise SessionError" in out
+
+
+# ------------------------------------------------------------------ the view
+
+
+def test_html_view_is_one_display_updated_in_place(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    run(shell, f"s = %megatrain {INIT}")
+    assert run(shell, "%%megatrain\ns.train(60)").success
+    session = shell.user_ns["s"]
+    assert session.shown_while_training
+    assert not session.shown
+    assert session.callbacks == []
+    outputs = shell.display_pub.outputs
+    assert 2 <= len(outputs) <= 5  # 0.6 s at four a second
+    assert [output["update"] for output in outputs] == [False] + [True] * (
+        len(outputs) - 1
+    )
+    assert len({output["transient"]["display_id"] for output in outputs}) == 1
+    assert text_displays(shell)[-1].startswith("Step 60 of 60 (done): loss ")
+    assert "<div" in outputs[-1]["data"]["text/html"]
+
+
+def test_the_view_follows_a_session_that_the_body_opens(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    body = "import megatrain_nb as mt\ns = mt.init('a')\ns.train(30)\nt = mt.init('b')\nt.train(30)"
+    assert run(shell, f"%%megatrain\n{body}").success
+    assert shell.user_ns["s"].shown_while_training
+    assert shell.user_ns["t"].shown_while_training
+    assert not shell.user_ns["s"].shown
+    assert not shell.user_ns["t"].shown
+    assert text_displays(shell)[-1].startswith("Step 30")
+
+
+def test_text_view_prints_few_lines(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    run(shell, "%%megatrain\ns.train(20);")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[-1].startswith("Step 20 of 20 (done): loss ")
+    assert shell.display_pub.outputs == []
+
+
+def test_no_view(
+    shell: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "none")
+    run(shell, f"s = %megatrain {INIT}")
+    run(shell, "%%megatrain\ns.train(5);")
+    assert capsys.readouterr().out == ""
+    assert not shell.user_ns["s"].shown_while_training
+
+
+def test_a_cell_that_trains_nothing_shows_nothing(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    run(shell, f"s = %megatrain {INIT}")
+    run(shell, "%%megatrain\nx = 1")
+    assert shell.display_pub.outputs == []
+
+
+def test_an_unknown_display_is_refused(
+    shell: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "hologram")
+    assert not run(shell, "%%megatrain\nx = 1").success
+    assert "use one of: auto, html, text, none" in capsys.readouterr().err
+
+
+def test_an_error_in_the_view_does_not_end_the_training(
+    shell: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    monkeypatch.delattr(shell.user_ns["s"].__class__, "status")
+    assert run(shell, "%%megatrain\ns.train(20);").success
+    assert shell.user_ns["s"].step == 20
+    assert "progress is no longer shown" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ interrupt
+
+
+def interrupt_after(*delays_s: float) -> None:
+    for delay in delays_s:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+
+def test_interrupt_stops_after_a_whole_step(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    interrupt_after(0.3)
+    result = run(shell, "%%megatrain\ns.train()")
+    session = shell.user_ns["s"]
+    assert isinstance(result.error_in_exec, Interrupted)
+    told = f"Interrupted: after step {session.step}: the model is as after step {session.step}"
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == told
+    assert "Traceback" not in out
+    assert session.num_stops == 1
+    assert not session.stop_event.is_set()
+    assert session.callbacks == []
+    assert run(shell, "%%megatrain\ns.train(2)").success
+
+
+def test_interrupt_without_a_session_breaks_off(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupt_after(0.2)
+    body = "import time\nwhile True:\n    time.sleep(0.01)"
+    result = run(shell, f"%%megatrain\n{body}")
+    assert isinstance(result.error_in_exec, Interrupted)
+    assert "before the first step was complete" in capsys.readouterr().out
+
+
+def test_a_second_interrupt_breaks_off(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    interrupt_after(0.2, 0.4)
+    body = "import time\ns.train(3)\nwhile True:\n    time.sleep(0.01)"
+    result = run(shell, f"%%megatrain\n{body}")
+    assert isinstance(result.error_in_exec, Interrupted)
+    assert "broken off after step 3" in capsys.readouterr().out
+    assert not shell.user_ns["s"].stop_event.is_set()
+
+
+def test_a_body_that_does_not_stop_is_told(
+    shell: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cell_module, "STOP_WAIT_S", 0.2)
+    gate = shell.user_ns["gate"] = threading.Event()
+    run(shell, f"s = %megatrain {INIT}")
+    interrupt_after(0.1)
+    result = run(shell, "%%megatrain\ngate.wait()")
+    assert isinstance(result.error_in_exec, Interrupted)
+    assert "the cell's code still runs" in capsys.readouterr().out
+    run(shell, "%%megatrain\n1")
+    assert "an earlier %%megatrain cell still runs" in capsys.readouterr().err
+    gate.set()
+    for thread in threading.enumerate():
+        if thread.name == "megatrain-cell":
+            thread.join(5)
+    assert run(shell, "%%megatrain\n1").result == 1
+    assert not shell.user_ns["s"].stop_event.is_set()
+
+
+def test_an_error_after_an_interrupt_is_shown(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    interrupt_after(0.2)
+    body = "try:\n    s.train()\nfinally:\n    1 / 0"
+    result = run(shell, f"%%megatrain\n{body}")
+    assert isinstance(result.error_in_exec, ZeroDivisionError)
+
+
+def test_the_signal_handler_is_put_back(shell: Any) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    run(shell, "%%megatrain\n1 / 0")
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import base64
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from megatrain_nb.notebook.progress import Snapshot, TierUse
+from megatrain_nb.notebook.render import page, sparkline, text_line
+
+FULL = Snapshot(
+    state="training",
+    step=37,
+    num_done=37,
+    total_steps=200,
+    loss=2.3456,
+    grad_norm=0.9,
+    tokens_per_s=1234.0,
+    seconds={"compute": 2.0, "wait": 1.0, "update": 0.5, "other": 0.25, "new": 0.25},
+    elapsed_s=148.0,
+    left_s=652.0,
+    losses=[(1, 5.5), (20, 3.0), (37, 2.3456)],
+    tiers={
+        "ram": TierUse(
+            used_bytes=5 * 10**8, peak_bytes=7 * 10**8, limit_bytes=8 * 10**8
+        ),
+        "disk": TierUse(used_bytes=10**9, peak_bytes=2 * 10**9, limit_bytes=None),
+    },
+)
+STATES = ["waiting", "training", "stopping", "done", "interrupted", "failed"]
+
+
+class Tags(HTMLParser):
+    """Collects the tags, and checks that they nest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+        self.open: list[str] = []
+        self.images: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        if tag == "img":
+            self.images.append(dict(attrs))
+        else:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parse(html: str) -> Tags:
+    tags = Tags()
+    tags.feed(html)
+    assert tags.open == []
+    return tags
+
+
+def text_of(html: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", html))
+
+
+def test_text_line() -> None:
+    assert text_line(FULL) == (
+        "Step 37 of 200: loss 2.346, gradient norm 0.9000, 1.23 k tokens/s, "
+        "4.00 s per step, 2 min 28 s elapsed, about 10 min 52 s left, "
+        "RAM 500 MB (peak 700 MB, budget 800 MB), Disk 1.00 GB (peak 2.00 GB, no limit)"
+    )
+
+
+def test_page_tells_everything_with_units() -> None:
+    shown = text_of(page(FULL))
+    for part in (
+        "Step 37 of 200",
+        "2 min 28 s elapsed",
+        "about 10 min 52 s left",
+        "2.346",
+        "1.23 k tokens/s",
+        "4.00 s",
+        "waiting for disk 1.00 s 25%",
+        "other 500 ms",  # a cause that is not known here counts as other
+        "500 MB peak 700 MB, budget 800 MB",
+        "1.00 GB peak 2.00 GB, no limit",
+    ):
+        assert part in shown
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_page_uses_only_what_untrusted_notebooks_keep(state: str) -> None:
+    html = page(replace(FULL, state=state))
+    tags = parse(html)
+    assert tags.seen <= {"div", "span", "b", "table", "tbody", "tr", "td", "img"}
+    assert html.isascii()
+    assert (tags.images[0]["alt"] or "").startswith("Loss from 5.5 at step 1 to 2.35")
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_page_before_the_first_step(state: str) -> None:
+    snap = Snapshot(state=state)
+    parse(page(snap))
+    assert text_line(snap).startswith("Step 0")
+
+
+def test_unknown_numbers_are_a_dash() -> None:
+    snap = Snapshot(state="training", step=3, num_done=3, loss=math.nan)
+    parse(page(snap))
+    assert "loss -, gradient norm -" in text_line(snap)
+
+
+def test_step_of_the_model_is_shown_where_it_differs() -> None:
+    snap = Snapshot(state="training", step=25, num_done=5, total_steps=20)
+    assert "Step 5 of 20" in text_of(page(snap))
+    assert "Step of this model 25" in text_of(page(snap))
+
+
+def test_sparkline_is_an_image_within_its_frame() -> None:
+    for points in ([(1, 2.0), (5, 1.0), (9, 4.0)], [(1, 3.0), (2, 3.0)], [(4, 1.0)]):
+        svg = ET.fromstring(sparkline(points))
+        line = svg[1].attrib["points"].split()
+        places = [tuple(map(float, pair.split(","))) for pair in line]
+        assert len(places) == len(points)
+        assert all(0 <= x <= 600 and 0 <= y <= 80 for x, y in places)
+    source = parse(page(FULL)).images[0]["src"] or ""
+    assert base64.b64decode(source.partition("base64,")[2]).startswith(b"<svg")
