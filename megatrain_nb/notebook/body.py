@@ -125,21 +125,21 @@ def _compile(
     shell: InteractiveShell, header: str, source: str
 ) -> tuple[list[CodeType], str]:
     """Return code objects, the last one an expression if the cell ends in one, and a name."""
-    lines = shell.transform_cell(source)  # type: ignore[no-untyped-call]
+    lines = shell.transform_cell(source)
     running = shell.displayhook.exec_result  # knows which In[...] this is
     number = getattr(running, "execution_count", None) or shell.execution_count
     # The body begins on the cell's second line, and the error's line numbers say so.
     name = shell.compile.cache(
         f"{header}\n{lines}", number, raw_code=f"{header}\n{source}"
     )
-    tree = shell.transform_ast(  # type: ignore[no-untyped-call]
+    tree = shell.transform_ast(
         shell.compile.ast_parse(f"\n{lines}", name)
     )
     parts: list[ast.Module | ast.Expression] = [tree]
     if (
         tree.body
         and isinstance(tree.body[-1], ast.Expr)
-        and not DisplayHook.semicolon_at_end_of_expression(source.rstrip())  # type: ignore[no-untyped-call]
+        and not DisplayHook.semicolon_at_end_of_expression(source.rstrip())
     ):
         parts.append(ast.Expression(tree.body.pop().value))
     flags = shell.compile.flags | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT

@@ -118,9 +118,9 @@ class View:
 
     def _show(self, bundle: dict[str, Any]) -> None:
         if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+            self._handle = display(bundle, raw=True, display_id=True)
         else:
-            self._handle.update(bundle, raw=True)  # type: ignore[no-untyped-call]
+            self._handle.update(bundle, raw=True)
 
     def _read_tiers(self) -> None:
         session = self._session

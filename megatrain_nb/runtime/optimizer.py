@@ -84,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
                     raise ArgumentError(msg)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
         Raises
@@ -158,7 +158,7 @@ class AdamW(torch.optim.Optimizer):
             self.take_state(params[index], state)
         self._note_state()
 
-    def take_state(self, param: Tensor, state: dict[str, Any]) -> None:
+    def take_state(self, param: Any, state: dict[str, Any]) -> None:
         """Copy one parameter's step count and moments into the store."""
         if not state:
             return

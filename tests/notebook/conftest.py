@@ -34,10 +34,10 @@ def bare_shell() -> Iterator[Any]:
     config.HistoryManager.enabled = False
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance(config=config, colors="nocolor")
-    shell.display_pub = CapturingDisplayPublisher()  # type: ignore[no-untyped-call]
+    shell.display_pub = CapturingDisplayPublisher()
     yield shell
     atexit.unregister(shell.atexit_operations)
-    shell.atexit_operations()  # type: ignore[no-untyped-call]
+    shell.atexit_operations()
     InteractiveShell.clear_instance()
 
 
