@@ -132,9 +132,7 @@ def _compile(
     name = shell.compile.cache(
         f"{header}\n{lines}", number, raw_code=f"{header}\n{source}"
     )
-    tree = shell.transform_ast(
-        shell.compile.ast_parse(f"\n{lines}", name)
-    )
+    tree = shell.transform_ast(shell.compile.ast_parse(f"\n{lines}", name))
     parts: list[ast.Module | ast.Expression] = [tree]
     if (
         tree.body

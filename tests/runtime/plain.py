@@ -12,18 +12,21 @@ import torch
 import megatrain_nb as mt
 from megatrain_nb.runtime.device import SlotDevice
 from megatrain_nb.runtime.offload import offloaded_model
+from megatrain_nb.runtime.optimizer import AdamW
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.threadstate import ThreadState
 from megatrain_nb.runtime.window import _streams
 from tests.runtime.models import make_model, make_window, own_loss
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from megatrain_nb.runtime.session import Session
+
+    LossOf = Callable[[nn.Module, Any, list[Any]], Tensor]
 
 LR, WEIGHT_DECAY, MAX_NORM = 1e-2, 0.1, 0.5
 CPU = torch.device("cpu")
@@ -95,6 +98,84 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+def loop_trace(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    windows: list[list[Any]],
+    loss_of: LossOf,
+    *,
+    max_norm: float | None = None,
+    own_streams: bool = False,
+    after_step: Callable[[], None] = lambda: None,
+) -> Trace:
+    """Train in a plain loop; ``max_norm`` is for a torch optimizer, a streamed one has its own.
+
+    Parameters
+    ----------
+    own_streams
+        Start every micro-batch in the random state that a window gives it; False goes on from one to the next.
+    """
+    trace = Trace()
+    for step, window in enumerate(windows):
+        losses, states = [], []
+        if own_streams:
+            states = _streams(CPU, ThreadState.current(CPU), len(window), step)
+        for index, batch in enumerate(window):
+            if own_streams:
+                torch.set_rng_state(states[index].rng[0])
+            loss = loss_of(model, batch, window)
+            loss.backward()
+            losses.append(loss.detach())
+            if own_streams and index == 0:
+                states[0] = ThreadState.current(CPU)
+        if own_streams:
+            torch.set_rng_state(states[0].rng[0])
+        trace.losses.append(sum(losses[1:], losses[0]))
+        trace.grads.append(gradients(model))
+        if isinstance(optimizer, AdamW):
+            optimizer.step()
+            trace.norms.append(optimizer.last_grad_norm)
+        else:
+            limit = float("inf") if max_norm is None else max_norm
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+            trace.norms.append(norm.detach())
+            optimizer.step()
+        after_step()
+        optimizer.zero_grad()
+        trace.params.append(parameters(model))
+    trace.random_state = torch.get_rng_state()
+    return trace
+
+
+def window_trace(
+    model: nn.Module,
+    optimizer: AdamW,
+    windows: list[list[Any]],
+    loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
+    *,
+    after_step: Callable[[], None] = lambda: None,
+) -> Trace:
+    """Train with ``mt.train_step``."""
+    trace = Trace()
+    take_step = optimizer.step
+
+    def recorded_step() -> None:
+        trace.grads.append(gradients(model))
+        take_step()
+        trace.norms.append(optimizer.last_grad_norm)
+
+    optimizer.step = recorded_step  # type: ignore[method-assign, assignment]
+    for window in windows:
+        result = mt.train_step(model, optimizer, window, loss_fn)
+        assert result.grad_norm == float(trace.norms[-1])
+        after_step()
+        trace.losses.append(torch.tensor(result.loss))
+        trace.params.append(parameters(model))
+    del optimizer.step
+    trace.random_state = torch.get_rng_state()
+    return trace
+
+
 @lru_cache(maxsize=512)
 def plain_trace(
     name: str,
@@ -103,47 +184,28 @@ def plain_trace(
     tied: bool,
     dropout: float,
     own_streams: bool,
-    steps: int = 5,
+    steps: int,
 ) -> Trace:
-    """Train in plain PyTorch.
-
-    Parameters
-    ----------
-    own_streams
-        Start every micro-batch in the random state that a window gives it; False goes on from one to the next.
-    """
+    """Train one of the models in plain PyTorch."""
     model = make_model(name, tied=tied, dropout=dropout)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True
     )
-    trace = Trace()
+    windows = [make_window(name, step, accumulation) for step in range(steps)]
     torch.manual_seed(7)
-    for step in range(steps):
-        window = make_window(name, step, accumulation)
-        if own_streams:
-            states = _streams(CPU, ThreadState.current(CPU), accumulation, step)
-        losses, after_first = [], torch.empty(0)
-        for index, batch in enumerate(window):
-            if own_streams:
-                torch.set_rng_state(states[index].rng[0])
-            loss = own_loss(model, name, batch, window)
-            loss.backward()
-            losses.append(loss.detach())
-            if index == 0:
-                after_first = torch.get_rng_state()
-        if own_streams:
-            torch.set_rng_state(after_first)
-        trace.losses.append(sum(losses[1:], losses[0]))
-        trace.grads.append(gradients(model))
-        limit = float("inf") if max_norm is None else max_norm
-        trace.norms.append(
-            torch.nn.utils.clip_grad_norm_(model.parameters(), limit).detach()
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-        trace.params.append(parameters(model))
-    trace.random_state = torch.get_rng_state()
-    return trace
+    return loop_trace(
+        model,
+        optimizer,
+        windows,
+        loss_of(name),
+        max_norm=max_norm,
+        own_streams=own_streams,
+    )
+
+
+def loss_of(name: str) -> LossOf:
+    """Return the function that gives a micro-batch's part of the window's loss."""
+    return lambda model, batch, window: own_loss(model, name, batch, window)
 
 
 def plain_trace_of(case: Case, steps: int = 5) -> Trace:
@@ -185,37 +247,18 @@ def opened(
 
 def streamed_trace(case: Case, session: Session, steps: int = 5) -> Trace:
     """Train the same through a session."""
-    model = make_model(case.name, tied=case.tied, dropout=case.dropout)
-    _, optimizer = mt.wrap(
-        model, lr=LR, weight_decay=WEIGHT_DECAY, max_grad_norm=case.max_norm
+    model, optimizer = mt.wrap(
+        make_model(case.name, tied=case.tied, dropout=case.dropout),
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        max_grad_norm=case.max_norm,
     )
-    trace = Trace()
-    take_step = optimizer.step
-
-    def recorded_step() -> None:
-        trace.grads.append(gradients(model))
-        take_step()
-        trace.norms.append(optimizer.last_grad_norm)
-
-    optimizer.step = recorded_step  # type: ignore[method-assign]
+    windows = [make_window(case.name, step, case.accumulation) for step in range(steps)]
     torch.manual_seed(7)
-    for step in range(steps):
-        window = make_window(case.name, step, case.accumulation)
-        if case.path == "window":
-            result = mt.train_step(model, optimizer, window)
-            trace.losses.append(torch.tensor(result.loss))
-            assert result.grad_norm == float(trace.norms[-1])
-        else:
-            losses = []
-            for batch in window:
-                loss = own_loss(model, case.name, batch, window)
-                loss.backward()
-                losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-            trace.losses.append(sum(losses[1:], losses[0]))
-        trace.params.append(parameters(model))
-    trace.random_state = torch.get_rng_state()
+    if case.path == "window":
+        trace = window_trace(model, optimizer, windows)
+    else:
+        trace = loop_trace(model, optimizer, windows, loss_of(case.name))
     check_place(case.place, session, model)
     return trace
 
