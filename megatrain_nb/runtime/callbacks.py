@@ -18,7 +18,8 @@ class StepResult:
     step
         1 for the first optimizer step of the session's model.
     loss
-        The window's loss, normalised by its valid tokens; NaN if the caller drove backward itself.
+        The window's loss, normalised by its valid tokens. In a plain loop the mean of the losses that the
+        model returned since the last step; NaN if it returned none.
     grad_norm
         Total 2-norm of the gradients before clipping.
     tokens

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from megatrain_nb.errors import SessionError
+from megatrain_nb.errors import ModelError, SessionError
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule, successors
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.autograd import through_autograd
@@ -43,6 +43,13 @@ class Bound:
         self._block = block
 
     def __enter__(self) -> Self:
+        for site in self._block.sites:
+            if site.module._parameters.get(site.name) is not site.param:
+                msg = (
+                    f"{self._block.name}: its parameter {site.name!r} was replaced after the model moved into the "
+                    "session; change values in place (under torch.no_grad()), or mt.unwrap(model) first"
+                )
+                raise ModelError(msg)
         for site in self._block.sites:
             site.module._parameters[site.name] = self.plain[site.param]
         return self
@@ -141,7 +148,7 @@ class Executor:
         with_grads = turning or kind is Kind.BACKWARD
         grads = {
             pack: self.pager.need(pack, What.GRADS)
-            for pack in block.spec.packs
+            for pack in self._trained_packs(block)
             if with_grads
         }
         start = time.perf_counter()
@@ -279,6 +286,13 @@ class Executor:
                 tensor.grad = gradient
 
         plain.register_post_accumulate_grad_hook(landed)
+
+    def _trained_packs(self, block: Block) -> list[int]:
+        """Return the packs of a block in which a parameter wants a gradient."""
+        params = (site.param for site in block.sites if site.param.requires_grad)
+        return list(
+            dict.fromkeys(self.layers.homes[param].pack.index for param in params)
+        )
 
     def _take_gradients(self, block: Block, bound: Bound) -> None:
         """Bring gradients to RAM, and note their norms while they are at hand."""

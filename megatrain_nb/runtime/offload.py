@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
+from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.executor import Executor, part_of
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.layers import Home, Layers, cut
@@ -23,6 +25,7 @@ from megatrain_nb.runtime.tensor import (
     stream_parameter,
     streamed_tensor,
 )
+from megatrain_nb.runtime.tokens import loss_of, valid_tokens
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -128,6 +131,11 @@ class OffloadedModel:
         self.steps: dict[nn.Parameter, int] = {}
         self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self.num_steps = 0
+        self.update_seconds = 0.0
+        self.last_step: StepResult | None = None
+        self._since: dict[str, float] | None = None
+        self._losses: list[Tensor] = []
+        self._tokens = 0
         self.saved_at = -1
         self.residency = Residency()
         self._hooks: list[RemovableHandle] = []
@@ -160,11 +168,10 @@ class OffloadedModel:
         """Send the blocks' calls through the executor."""
         self.model._megatrain = self  # type: ignore[assignment]
         self.model.save_pretrained = partial(save_pretrained, self.model)  # type: ignore[assignment]
-        self._hooks.append(
-            self.model.register_forward_pre_hook(
-                lambda *_: self.executor.begin_forward()
-            )
-        )
+        self._hooks += [
+            self.model.register_forward_pre_hook(self._before_forward),
+            self.model.register_forward_hook(self._after_forward, with_kwargs=True),
+        ]
         for module in self.model.modules():
             if _takes_cache(module):
                 self._hooks.append(
@@ -253,6 +260,58 @@ class OffloadedModel:
                 format_bytes(measured),
                 format_bytes(self.residency.resident_bytes),
             )
+
+    # -- steps ----------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """Let a step's clock run, unless it does already."""
+        if self._since is None:
+            self._since = self.session.clock()
+
+    def forget_step(self) -> None:
+        """Start over: the step that was begun will not end."""
+        self._since = None
+        self._losses.clear()
+        self._tokens = 0
+
+    def note_loss(self, loss: Tensor, tokens: int) -> None:
+        """Note a loss of the step in progress, and the valid tokens behind it."""
+        self._losses.append(loss.detach())
+        self._tokens += tokens
+
+    def finish_step(self, grad_norm: float) -> None:
+        """Make the step's result and tell the session; then plan again if memory says so."""
+        since, now = self._since, self.session.clock()
+        assert since is not None
+        spent = {key: now[key] - since[key] for key in now}
+        seconds = {cause: spent[cause] for cause in ("compute", "wait", "update")}
+        seconds["other"] = max(0.0, spent["now"] - sum(seconds.values()))
+        losses = self._losses
+        self.last_step = StepResult(
+            step=self.num_steps,
+            loss=float(sum(losses)) / len(losses) if losses else math.nan,
+            grad_norm=grad_norm,
+            tokens=self._tokens,
+            seconds=seconds,
+            read_bytes=int(spent["read"]),
+            written_bytes=int(spent["written"]),
+        )
+        self.forget_step()
+        self.session.note_step(self.last_step)
+        self.learn()
+
+    def _before_forward(self, *_: Any) -> None:
+        self.executor.begin_forward()
+        if torch.is_grad_enabled():
+            self.begin_step()
+
+    def _after_forward(
+        self, model: nn.Module, _: Any, kwargs: dict[str, Any], outputs: Any
+    ) -> None:
+        """Note what a plain loop's forward gave; a window notes its loss itself."""
+        loss = loss_of(outputs)
+        if loss is not None and loss.requires_grad and self.executor.window is None:
+            self.note_loss(loss, valid_tokens(model, kwargs))
 
     # -- gradients ------------------------------------------------------------------------------------------
 

@@ -99,7 +99,8 @@ class AdamW(torch.optim.Optimizer):
         offloaded = self.offloaded
         offloaded.executor.check_usable()
         offloaded.executor.rest()
-        begin = time.perf_counter()
+        offloaded.begin_step()
+        begin, waited = time.perf_counter(), offloaded.pager.wait_seconds
         max_norm = (
             self._clip_once if self._clip_once is not None else self.max_grad_norm
         )
@@ -122,8 +123,9 @@ class AdamW(torch.optim.Optimizer):
                 raise
             self._note_state()
             offloaded.num_steps += 1
-        offloaded.session.note_update(time.perf_counter() - begin)
-        offloaded.learn()
+        waited = offloaded.pager.wait_seconds - waited
+        offloaded.update_seconds += time.perf_counter() - begin - waited
+        offloaded.finish_step(float(self.last_grad_norm))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -13,7 +13,6 @@ from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
-from megatrain_nb.runtime.callbacks import Callback, StepResult
 from megatrain_nb.runtime.device import open_device
 from megatrain_nb.runtime.status import Status, TierStatus, describe_session
 from megatrain_nb.store.disk import DiskStore
@@ -25,6 +24,7 @@ from megatrain_nb.units import format_bytes, parse_size
 if TYPE_CHECKING:
     import torch
 
+    from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.offload import OffloadedModel
     from megatrain_nb.store.base import IoRecord
     from megatrain_nb.store.preflight import Preflight
@@ -86,8 +86,6 @@ class Session:
         self._models: list[OffloadedModel] = []
         self._closed = False
         self._peaks = {"device": 0, "ram": 0}
-        self._update_seconds = 0.0
-        self._moved = {"READ": 0, "WRITE": 0}
         self._lock = OwnerLock(preflight.path)
         try:
             reclaimed = reclaim(preflight.path) if self._lock.took_over else 0
@@ -182,7 +180,6 @@ class Session:
             callback.on_span(span)
 
     def _on_io(self, record: IoRecord) -> None:
-        self._moved[record.op] += record.nbytes
         self.on_span(
             Span(
                 kind=record.op,
@@ -194,49 +191,22 @@ class Session:
             )
         )
 
-    def note_update(self, seconds: float) -> None:
-        """Count time spent in an optimizer step."""
-        self._update_seconds += seconds
-
     def clock(self) -> dict[str, float]:
-        """Return running totals: seconds by cause and bytes moved; the difference of two is an interval's."""
-        models = self._models
+        """Return running totals: seconds by cause and bytes moved; two of them bound an interval."""
         return {
             "now": time.perf_counter(),
-            "compute": sum(model.executor.compute_seconds for model in models),
-            "wait": sum(model.pager.wait_seconds for model in models),
-            "update": self._update_seconds,
+            "compute": sum(model.executor.compute_seconds for model in self._models),
+            "wait": sum(model.pager.wait_seconds for model in self._models),
+            "update": sum(model.update_seconds for model in self._models),
             "read": float(self.store.read_bytes),
             "written": float(self.store.written_bytes),
         }
 
-    def finish_step(
-        self,
-        since: dict[str, float],
-        *,
-        step: int,
-        loss: float,
-        grad_norm: float,
-        tokens: int,
-    ) -> StepResult:
-        """Make a step's result from the clock's difference, and tell the callbacks."""
-        now = self.clock()
-        spent = {key: now[key] - since[key] for key in now}
-        seconds = {cause: spent[cause] for cause in ("compute", "wait", "update")}
-        seconds["other"] = max(0.0, spent["now"] - sum(seconds.values()))
-        result = StepResult(
-            step=step,
-            loss=loss,
-            grad_norm=grad_norm,
-            tokens=tokens,
-            seconds=seconds,
-            read_bytes=int(spent["read"]),
-            written_bytes=int(spent["written"]),
-        )
+    def note_step(self, result: StepResult) -> None:
+        """Tell the callbacks that a step is complete."""
         self.last_step = result
         for callback in self.callbacks:
             callback.on_step_end(result)
-        return result
 
     def other_peak_bytes(self) -> int:
         """Return the most RAM that everything but the pool took since the last call, above the session's start."""

@@ -15,7 +15,8 @@ from megatrain_nb.errors import ArgumentError
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind
 from megatrain_nb.runtime.session import require_session
-from megatrain_nb.runtime.wrap import run_window, valid_tokens
+from megatrain_nb.runtime.tokens import valid_tokens
+from megatrain_nb.runtime.wrap import run_window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -76,7 +77,6 @@ class Trainer(transformers.Trainer):
         if optimizer is not None:
             optimizer = adopt(self._offloaded_of(model), optimizer, None)
         self._window: list[tuple[nn.Module, Any, Any]] = []
-        self._since: dict[str, float] | None = None
         super().__init__(
             model=model, args=args, optimizers=(optimizer, scheduler), **kwargs
         )
@@ -113,23 +113,22 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Collect a micro-batch; with the last one of the window, run forward and backward of all."""
-        if not self._window:
-            self._since = self.session.clock()
+        self.offloaded.begin_step()
         self._window.append((model, inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         window, self._window = self._window, []
-        self._tokens = sum(valid_tokens(model, inputs) for model, inputs, _ in window)
+        tokens = sum(valid_tokens(model, inputs) for model, inputs, _ in window)
         self.accelerator.backward = self._take_loss
         try:
-            losses = run_window(
-                self.offloaded, [self._compute(*micro_batch) for micro_batch in window]
+            # The parts are added in the order in which transformers adds them to its running loss.
+            return run_window(
+                self.offloaded,
+                [self._compute(*micro_batch) for micro_batch in window],
+                tokens=tokens,
             )
         finally:
             del self.accelerator.backward
-        # Added up in the order in which transformers adds them to its running loss.
-        self._loss: Tensor = sum(losses[1:], start=losses[0])
-        return self._loss
 
     def _compute(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any
@@ -184,18 +183,6 @@ class Trainer(transformers.Trainer):
             for callback in self.session.callbacks:
                 callback.on_train_end()
 
-    def report_step(self) -> None:
-        """Tell the session that an optimizer step is complete."""
-        if self._since is not None:
-            self.session.finish_step(
-                self._since,
-                step=self.offloaded.num_steps,
-                loss=float(self._loss),
-                grad_norm=float(self.streamed_optimizer.last_grad_norm),
-                tokens=self._tokens,
-            )
-            self._since = None
-
 
 class _Reports(transformers.TrainerCallback):
     """Passes what happens in transformers' loop on to the session."""
@@ -208,9 +195,6 @@ class _Reports(transformers.TrainerCallback):
     ) -> None:
         for callback in self._trainer.session.callbacks:
             callback.on_train_begin(state.max_steps)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer.report_step()
 
 
 def check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind
 from megatrain_nb.runtime.session import require_session
+from megatrain_nb.runtime.tokens import loss_of, takes_num_items, valid_tokens
 from megatrain_nb.runtime.window import Window
 
 if TYPE_CHECKING:
@@ -129,65 +129,53 @@ def train_step(
     if offloaded.executor.norms:
         msg = "gradients are pending from an earlier backward; call optimizer.step() or optimizer.zero_grad() first"
         raise ArgumentError(msg)
-    session = offloaded.session
-    since = session.clock()
     tokens = sum(valid_tokens(model, batch) for batch in micro_batches)
     if loss_fn is None:
         loss_fn = partial(_own_loss, tokens=tokens, count=len(micro_batches))
-    computes = [partial(loss_fn, model, batch) for batch in micro_batches]
-    losses = run_window(offloaded, computes)
-    optimizer.step()
-    optimizer.zero_grad()
-    return session.finish_step(
-        since,
-        step=offloaded.num_steps,
-        loss=float(sum(losses[1:], start=losses[0])),
-        grad_norm=float(optimizer.last_grad_norm),
+    run_window(
+        offloaded,
+        [partial(loss_fn, model, batch) for batch in micro_batches],
         tokens=tokens,
     )
+    optimizer.step()
+    optimizer.zero_grad()
+    assert offloaded.last_step is not None
+    return offloaded.last_step
 
 
 def run_window(
-    offloaded: OffloadedModel, computes: Sequence[Callable[[], Tensor]]
-) -> list[Tensor]:
+    offloaded: OffloadedModel, computes: Sequence[Callable[[], Tensor]], *, tokens: int
+) -> Tensor:
     """Run forward and backward of a window; after an error or interrupt no gradient of it is left.
+
+    Parameters
+    ----------
+    offloaded
+        The model.
+    computes
+        One for each micro-batch; each returns its part of the window's loss.
+    tokens
+        Valid tokens of the window.
 
     Returns
     -------
-    list
-        Each micro-batch's detached loss.
+    Tensor
+        The window's loss: the micro-batches' parts, added in their order.
     """
     executor = offloaded.executor
     executor.check_usable()
+    offloaded.begin_step()
     try:
         losses = Window(executor, computes, step=offloaded.num_steps).run()
     except BaseException:
         executor.abort()
         executor.drop_gradients()
+        offloaded.forget_step()
         raise
     executor.rest()
-    return losses
-
-
-def valid_tokens(model: nn.Module, batch: Mapping[str, Any]) -> int:
-    """Count the labels that enter the loss: not -100, and shifted where the model shifts them."""
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor):
-        return 0
-    if shifts_labels(model):
-        labels = labels[..., 1:]
-    return int(labels.ne(-100).sum())
-
-
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's loss compares position i with label i + 1, as causal language models do."""
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss  # noqa: PLC0415
-
-    config = getattr(model, "config", None)
-    is_causal = (
-        LOSS_MAPPING.get(str(getattr(model, "loss_type", None))) is ForCausalLMLoss
-    )
-    return is_causal and not getattr(config, "is_encoder_decoder", False)
+    loss: Tensor = sum(losses[1:], start=losses[0])
+    offloaded.note_loss(loss, tokens)
+    return loss
 
 
 def _own_loss(
@@ -196,31 +184,16 @@ def _own_loss(
     """Return the micro-batch's part of the window's loss."""
     if takes_num_items(model) and tokens:
         outputs = model(**batch, num_items_in_batch=torch.tensor(tokens))
-        return _loss_of(outputs, model)
-    loss = _loss_of(model(**batch), model)
+        return _loss(model, outputs)
+    loss = _loss(model, model(**batch))
     if tokens:  # the model takes the mean over its own tokens: weigh it by their share
         return loss * (valid_tokens(model, batch) / tokens)
     return loss / count
 
 
-def takes_num_items(model: nn.Module) -> bool:
-    """Whether the model normalises its loss by ``num_items_in_batch``, as transformers' Trainer decides it."""
-    accepts = getattr(model, "accepts_loss_kwargs", None)
-    if accepts is not None:
-        return bool(accepts)
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters
-    )
-
-
-def _loss_of(outputs: Any, model: nn.Module) -> Tensor:
-    loss = (
-        outputs.get("loss")
-        if isinstance(outputs, dict)
-        else getattr(outputs, "loss", None)
-    )
-    if not isinstance(loss, Tensor):
+def _loss(model: nn.Module, outputs: Any) -> Tensor:
+    loss = loss_of(outputs)
+    if loss is None:
         msg = f"{type(model).__name__} gives no loss for this batch; put 'labels' into it, or give loss_fn"
         raise ModelError(msg)
     return loss

@@ -157,21 +157,25 @@ def window_trace(
 ) -> Trace:
     """Train with ``mt.train_step``."""
     trace = Trace()
-    take_step = optimizer.step
 
-    def recorded_step() -> None:
+    def before(*_: Any) -> None:
         trace.grads.append(gradients(model))
-        take_step()
+
+    def after(*_: Any) -> None:
         trace.norms.append(optimizer.last_grad_norm)
 
-    optimizer.step = recorded_step  # type: ignore[method-assign, assignment]
+    hooks = [
+        optimizer.register_step_pre_hook(before),
+        optimizer.register_step_post_hook(after),
+    ]
     for window in windows:
         result = mt.train_step(model, optimizer, window, loss_fn)
         assert result.grad_norm == float(trace.norms[-1])
         after_step()
         trace.losses.append(torch.tensor(result.loss))
         trace.params.append(parameters(model))
-    del optimizer.step
+    for hook in hooks:
+        hook.remove()
     trace.random_state = torch.get_rng_state()
     return trace
 

@@ -21,8 +21,10 @@ from tests.runtime.plain import (
     gradients,
     loop_trace,
     loss_of,
+    note,
     opened,
     parameters,
+    ulps_of_largest,
     window_trace,
 )
 
@@ -302,6 +304,8 @@ def test_an_optimizer_taken_over_in_the_middle_goes_on(
     model = mt.unwrap(model)
     after = OPTIMIZERS[kind](model)
     after.load_state_dict(state)
+    for group in after.param_groups:
+        group["fused"] = True
     more = [make_window("llama", step, 1) for step in (5, 6)]
     assert_equal(
         loop_trace(model, after, more, loss_of("llama")),
@@ -401,8 +405,42 @@ def test_layers_that_share_their_weights(
 @pytest.mark.parametrize("tied", [False, True])
 def test_encoder_and_decoder(session: Session, path: str, tied: bool) -> None:
     """T5 has one embedding for both, tied to the head or not."""
-    model = make_model("t5", tied=tied, dropout=0.1)
-    assert_equal(*both(model, path, name="t5", accumulation=1))
+    model = make_model("t5", dropout=0.1, tied=tied, num_decoder_layers=1)
+    ours, plain = both(model, path, name="t5", accumulation=1)
+    if not tied:
+        assert_equal(ours, plain)
+    else:  # three uses of one weight: in plain PyTorch (head + decoder) + encoder or another order
+        assert_close(ours, plain, {"shared.weight"})
+
+
+@PATHS
+def test_encoder_output_that_many_decoder_layers_take(
+    session: Session, path: str
+) -> None:
+    """Each takes it twice. Plain PyTorch adds the four gradients one by one, streaming adds layer sums."""
+    model = make_model("t5", dropout=0.1)
+    ours, plain = both(model, path, name="t5", accumulation=1)
+    behind = {
+        name
+        for name in plain.grads[0]
+        if name.startswith(("encoder.", "shared."))
+    }
+    assert_close(ours, plain, behind)
+
+
+def assert_close(ours: Trace, plain: Trace, others: set[str]) -> None:
+    """Assert equal first gradients but for ``others``, which are summed in another order."""
+    assert ours.grads[0].keys() == plain.grads[0].keys()
+    for name, value in plain.grads[0].items():
+        if name in others:
+            distance = ulps_of_largest(ours.grads[0][name], value)
+            note("gradient behind a sum in another order", distance)
+            assert distance <= 16, name
+        else:
+            assert torch.equal(ours.grads[0][name], value), name
+    assert torch.equal(ours.losses[0], plain.losses[0])
+    for mine, other in zip(ours.losses, plain.losses, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
 
 
 @PATHS
@@ -522,10 +560,7 @@ def test_tensors_that_many_layers_take(session: Session, path: str) -> None:
         ours = window_trace(model, optimizer, windows, loss_fn)
     else:
         ours = loop_trace(model, optimizer, windows, loss_fn)
-    for name, value in plain.grads[0].items():
-        torch.testing.assert_close(ours.grads[0][name], value, rtol=1e-5, atol=1e-8)
-    for mine, other in zip(ours.losses, plain.losses, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-5, atol=0)
+    assert_close(ours, plain, set(plain.grads[0]))
 
 
 # -- beside training --------------------------------------------------------------------------------------
@@ -534,6 +569,7 @@ def test_tensors_that_many_layers_take(session: Session, path: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral", "opt", "t5"])
 def test_forward_without_gradients_and_generation(session: Session, name: str) -> None:
     model = make_model(name, tied=True, use_cache=True).eval()
+    model.config.output_router_logits = False  # Mixtral cannot generate with them
     reference = copy.deepcopy(model)
     model, optimizer = mt.wrap(model, lr=LR)
     batches = make_window(name, 0, 2)

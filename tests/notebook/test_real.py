@@ -1,0 +1,77 @@
+"""The magics over the real runtime, in a real kernel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.notebook.test_kernel import Kernel, is_view, of_type, stream
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+SETUP = """
+import torch
+import megatrain_nb as mt
+from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
+
+config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                     num_attention_heads=2, vocab_size=64)
+rows = [list(range(i, i + 16)) for i in range(32)]
+data = [dict(input_ids=row, labels=row) for row in rows]
+"""
+TRAIN = """
+model = AutoModelForCausalLM.from_config(config)
+args = TrainingArguments("{out}", max_steps=100_000, per_device_train_batch_size=1,
+                         save_strategy="no", report_to="none", disable_tqdm=False)
+trainer = mt.Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+"""
+AFTER = """
+num_done = mt.current_session().last_step.step
+trainer.args.max_steps = 3
+_ = trainer.train()
+(num_done, mt.current_session().last_step.step - num_done)
+"""
+
+
+@pytest.fixture
+def kernel() -> Iterator[Kernel]:
+    kernel = Kernel()
+    kernel.run("%load_ext megatrain_nb")
+    yield kernel
+    kernel.run("%megatrain close")
+    kernel.client.stop_channels()
+    kernel.manager.shutdown_kernel(now=True)
+    kernel.manager.cleanup_resources()
+
+
+@pytest.mark.slow
+def test_train_interrupt_and_go_on(kernel: Kernel, tmp_path: Path) -> None:
+    reply, _ = kernel.finish(kernel.start(SETUP), timeout=120)
+    assert reply["status"] == "ok"
+    kernel.run(f"%megatrain init --offload-dir {tmp_path}/o --max-ram 1GB --device cpu")
+
+    body = TRAIN.format(out=tmp_path / "out")
+    msg_id = kernel.start(f"%%megatrain{body}")
+    kernel.until(
+        msg_id, lambda m: is_view(m) and "tokens/s" in str(m["content"]), timeout=60
+    )
+    kernel.manager.interrupt_kernel()
+    reply, messages = kernel.finish(msg_id, timeout=60)
+    assert reply["ename"] == "Interrupted"
+    told = reply["evalue"]
+    # Only our view: transformers' own progress display and its log lines keep quiet.
+    assert of_type(messages, "display_data") == []
+    assert "loss" not in stream(messages)
+    (last,) = [m["content"]["data"] for m in messages if is_view(m)][-1:]
+    assert " of 100000 (interrupted): loss " in last["text/plain"]
+
+    reply, messages = kernel.finish(kernel.start(f"%%megatrain{AFTER}"), timeout=60)
+    assert reply["status"] == "ok"
+    result = of_type(messages, "execute_result")[0]["data"]["text/plain"]
+    step = told.split()[-1]
+    assert told == f"after step {step}: the model is as after step {step}"
+    assert result == f"({step}, 3)"

@@ -1,0 +1,76 @@
+"""A budget is one in what the kernel counts: peak resident memory in every phase, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+MAX_RAM_GB = 0.8
+ALLOWED = 1.15
+PHASES = """
+import json, sys, warnings
+import torch, transformers
+from transformers import LlamaForCausalLM
+from megatrain_nb.runtime import rss
+from tests.benchmarks.work import config, windows
+
+with torch.device("meta"):
+    LlamaForCausalLM(config())  # what importing the model's code takes
+base = rss.resident_bytes()
+rss.reset_peak()
+peaks = {}
+
+def phase(name):
+    peaks[name] = rss.peak_bytes() - base
+    rss.reset_peak()
+
+import megatrain_nb as mt
+session = mt.init(sys.argv[1] + "/offload", max_ram_gb=float(sys.argv[2]))
+phase("opening")
+model = mt.from_config(config(), seed=0)
+phase("making")
+model, optimizer = mt.wrap(model, lr=1e-4, max_grad_norm=1.0)
+data = windows()
+first = next(data)
+losses = []
+for step in range(3):
+    losses.append(mt.train_step(model, optimizer, first).loss)
+    phase(f"training, step {step + 1}")
+with torch.no_grad():
+    model(**first[0])
+phase("evaluating")
+mt.save_pretrained(model, sys.argv[1] + "/model", max_shard_size="200MB")
+phase("saving")
+held = {"pool": session.pool.peak_bytes, "disk": session.store.peak_bytes}
+session.close()
+phase("closing")
+left = rss.resident_bytes() - base
+print(json.dumps({"peaks": peaks, "losses": losses, "held": held, "left": left}))
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_stays_within_the_budget_in_every_phase(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PHASES, str(tmp_path), str(MAX_RAM_GB)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    allowed = MAX_RAM_GB * 1e9 * ALLOWED
+    for name, peak in report["peaks"].items():
+        print(f"{name:<20} {peak / 1e6:6.0f} MB of {MAX_RAM_GB * 1e3:.0f} MB")
+    assert max(report["peaks"].values()) <= allowed, report["peaks"]
+    assert report["held"]["pool"] <= MAX_RAM_GB * 1e9
+    assert report["losses"][2] < report["losses"][0]
+    # What stays is code that was loaded (numba's compiler, matrix kernels), not the model.
+    assert report["left"] <= 0.2e9, report["left"]
+    assert not (tmp_path / "offload" / "tiles.bin").exists()
