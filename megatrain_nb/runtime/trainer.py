@@ -67,6 +67,8 @@ class Trainer(transformers.Trainer):
         args = args or transformers.TrainingArguments("tmp_trainer", save_strategy="no")
         check_arguments(args, kwargs)
         args.gradient_checkpointing = False  # each block is recomputed anyway
+        if self.session.device.torch_device.type == "cpu":
+            args.dataloader_pin_memory = False  # there is nothing to pin for
         optimizer, scheduler = kwargs.pop("optimizers", (None, None)) or (None, None)
         if optimizer is not None:
             check_kind(optimizer)

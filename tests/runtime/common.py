@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatrain_nb as mt
+from megatrain_nb.runtime import session as session_module
 from megatrain_nb.store.host import HostPool
 
 if TYPE_CHECKING:
@@ -89,9 +90,15 @@ def opened(
     poisoned = partial(HostPool, poison=True)
     with mock.patch("megatrain_nb.runtime.session.HostPool", poisoned):
         session = mt.init(directory, max_ram_gb=max_ram_gb, **kwargs)
-    with session:
-        session.max_resident_bytes = 0 if disk else None
-        yield session
+    try:
+        with session:
+            session.max_resident_bytes = 0 if disk else None
+            yield session
+    finally:
+        # Where closing fails, that is one test's finding and not the next one's.
+        session._lock.release()
+        if mt.current_session() is session:
+            session_module._current = None
 
 
 def micro_batches(step: int, count: int = 3) -> list[dict[str, Tensor]]:

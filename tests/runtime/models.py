@@ -60,8 +60,7 @@ def make_config(
         ),
         "gemma2": (
             transformers.Gemma2Config,
-            grouped
-            | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
+            grouped | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
         ),
         "opt": (
             transformers.OPTConfig,
@@ -124,7 +123,9 @@ def make_config(
         ),
     }
     kind, arguments = kinds[name]
-    return kind(**(arguments | {"tie_word_embeddings": tied, "use_cache": False} | changes))
+    return kind(
+        **(arguments | {"tie_word_embeddings": tied, "use_cache": False} | changes)
+    )
 
 
 def auto_class(name: str) -> Any:
@@ -159,7 +160,9 @@ def make_model(
     return model.train()
 
 
-def make_batch(name: str, seed: int, *, rows: int = 2, width: int = 9) -> dict[str, Any]:
+def make_batch(
+    name: str, seed: int, *, rows: int = 2, width: int = 9
+) -> dict[str, Any]:
     """Return one micro-batch: rows of unequal length, padded left or right, some labels left out."""
     generator = torch.Generator().manual_seed(1000 + seed)
     ids = torch.randint(3, VOCABULARY, (rows, width), generator=generator)

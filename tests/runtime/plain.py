@@ -214,9 +214,7 @@ def loss_of(name: str) -> LossOf:
 
 def plain_trace_of(case: Case, steps: int = 5) -> Trace:
     """Return what plain PyTorch gives for a case."""
-    own_streams = (
-        case.path == "window" and case.accumulation > 1 and case.dropout > 0
-    )
+    own_streams = case.path == "window" and case.accumulation > 1 and case.dropout > 0
     return plain_trace(
         case.name,
         case.accumulation,
@@ -315,9 +313,7 @@ def note(what: str, value: float) -> None:
     worst[what] = max(worst.get(what, 0.0), value)
 
 
-def assert_same(
-    ours: dict[str, Tensor], plain: dict[str, Tensor], what: str
-) -> None:
+def assert_same(ours: dict[str, Tensor], plain: dict[str, Tensor], what: str) -> None:
     """Assert that every tensor has the very same bits, and that none is missing."""
     assert ours.keys() == plain.keys(), f"{what}: {ours.keys() ^ plain.keys()}"
     distances = {name: ulps(ours[name], plain[name]) for name in plain}
@@ -358,9 +354,7 @@ def assert_equal_but_tied(ours: Trace, plain: Trace, tied: str, case: Case) -> N
             note("tied gradient (of its largest magnitude)", distance)
             assert distance <= TIED_ULP, name
         else:
-            assert_same(
-                {name: ours.grads[0][name]}, {name: gradient}, "gradient"
-            )
+            assert_same({name: ours.grads[0][name]}, {name: gradient}, "gradient")
     assert ours.grads[0].keys() == plain.grads[0].keys()
     assert torch.equal(ours.losses[0], plain.losses[0])
     distance = ulps(ours.norms[0], plain.norms[0])

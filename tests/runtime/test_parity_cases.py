@@ -226,8 +226,18 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
 
 @PATHS
 def test_parameter_groups_keep_their_own_settings(session: Session, path: str) -> None:
-    assert_equal(*both(make_model("bert"), path, name="bert", make_optimizer=two_groups, accumulation=1))
-    assert_equal(*both(make_model("gpt2"), path, name="gpt2", make_optimizer=two_groups))
+    assert_equal(
+        *both(
+            make_model("bert"),
+            path,
+            name="bert",
+            make_optimizer=two_groups,
+            accumulation=1,
+        )
+    )
+    assert_equal(
+        *both(make_model("gpt2"), path, name="gpt2", make_optimizer=two_groups)
+    )
 
 
 SCHEDULERS: dict[str, Scheduler] = {
@@ -248,9 +258,7 @@ SCHEDULERS: dict[str, Scheduler] = {
 
 @PATHS
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_learning_rate_schedules(
-    session: Session, path: str, scheduler: str
-) -> None:
+def test_learning_rate_schedules(session: Session, path: str, scheduler: str) -> None:
     ours, plain = both(
         make_model("llama"),
         path,
@@ -421,9 +429,7 @@ def test_encoder_output_that_many_decoder_layers_take(
     model = make_model("t5", dropout=0.1)
     ours, plain = both(model, path, name="t5", accumulation=1)
     behind = {
-        name
-        for name in plain.grads[0]
-        if name.startswith(("encoder.", "shared."))
+        name for name in plain.grads[0] if name.startswith(("encoder.", "shared."))
     }
     assert_close(ours, plain, behind)
 
@@ -453,7 +459,9 @@ def test_kinds_of_attention(
     assert_equal(*both(model, path, name=name, accumulation=1, steps=2))
 
 
-@pytest.mark.parametrize("path, accumulation", [("window", 1), ("window", 2), ("loop", 3)])
+@pytest.mark.parametrize(
+    "path, accumulation", [("window", 1), ("window", 2), ("loop", 3)]
+)
 def test_layers_dropped_at_random(
     session: Session, path: str, accumulation: int
 ) -> None:
@@ -645,9 +653,7 @@ def test_autocast_in_a_plain_loop(session: Session, name: str) -> None:
 
     reference = copy.deepcopy(model)
     windows = [make_window(name, step, 2) for step in range(3)]
-    plain = loop_trace(
-        reference, adamw(reference.parameters()), windows, autocast_loss
-    )
+    plain = loop_trace(reference, adamw(reference.parameters()), windows, autocast_loss)
     model, optimizer = mt.wrap(model, lr=LR)
     ours = loop_trace(model, optimizer, windows, autocast_loss)
     assert_equal(ours, plain)
