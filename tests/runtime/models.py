@@ -207,6 +207,7 @@ def own_loss(
         loss: Tensor = model(**batch).loss
         return loss * (count_labels(name, batch) / total)
     loss = model(**batch, num_items_in_batch=torch.tensor(total)).loss
+    assert loss.dim() == 0
     return loss
 
 

@@ -269,7 +269,8 @@ def tied_name(name: str) -> str:
     """Return the name of the parameter that is both embedding and head when they are tied."""
     model = make_model(name, tied=True)
     table = model.get_input_embeddings().weight
-    return next(key for key, param in model.named_parameters() if param is table)
+    names = {param: key for key, param in model.named_parameters()}
+    return str(names[table])
 
 
 def check_place(place: str, session: Session, model: nn.Module) -> None:

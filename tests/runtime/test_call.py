@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 import megatrain_nb as mt
 from tests.runtime.common import (
@@ -29,6 +29,7 @@ from tests.runtime.common import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 both_ways = pytest.mark.parametrize("window", [False, True], ids=["loop", "window"])
@@ -78,7 +79,7 @@ class Appends(TinyLM):
         return logits
 
 
-def with_term(model: Any, ids: Tensor) -> Tensor:
+def with_term(model: Any, ids: Tensor) -> Any:
     return loss_of(model, ids) + model.term
 
 
@@ -293,7 +294,7 @@ def test_gradient_hooks_of_parameters_work_or_are_refused(
     plain = seeded(TinyLM)
     streamed = copy.deepcopy(plain)
     getattr(plain.layers[1].up.weight, kind)(halve)
-    loss_of(plain, batch(0)).backward()  # type: ignore[no-untyped-call]
+    loss_of(plain, batch(0)).backward()
     with opened(tmp_path):
         try:
             if where == "before":
@@ -303,7 +304,7 @@ def test_gradient_hooks_of_parameters_work_or_are_refused(
                 getattr(streamed.layers[1].up.weight, kind)(halve)
         except mt.MegatrainError:
             return
-        loss_of(streamed, batch(0)).backward()  # type: ignore[no-untyped-call]
+        loss_of(streamed, batch(0)).backward()
         assert wrong_gradients(plain, streamed) == []
 
 
@@ -324,14 +325,14 @@ class Counts(TinyLM):
 def test_buffers_change_once_a_step(tmp_path: Path, window: bool) -> None:
     plain = seeded(Counts)
     streamed = copy.deepcopy(plain)
-    loss_of(plain, batch(0)).backward()  # type: ignore[no-untyped-call]
+    loss_of(plain, batch(0)).backward()
     with opened(tmp_path):
         _, optimizer = mt.wrap(streamed)
         try:
             if window:
                 window_step(streamed, optimizer, 0, count=1)
             else:
-                loss_of(streamed, batch(0)).backward()  # type: ignore[no-untyped-call]
+                loss_of(streamed, batch(0)).backward()
         except mt.ModelError:
             return
         for (name, mine), theirs in zip(
@@ -343,7 +344,7 @@ def test_buffers_change_once_a_step(tmp_path: Path, window: bool) -> None:
 class Drops(TinyLM):
     class Part(Layer):
         def forward(self, x: Tensor, *_: Any) -> Any:
-            return F.dropout(super().forward(x), 0.5, self.training)
+            return functional.dropout(super().forward(x), 0.5, self.training)
 
     def __init__(self) -> None:
         super().__init__(self.Part)
@@ -368,7 +369,7 @@ def test_dropout_draws_the_same_mask_again(
             loss = loss_of(model, batch(0))
             model.train(mode == "train")
             try:
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             except mt.ModelError:
                 return
         assert wrong_gradients(plain, streamed) == []
@@ -535,7 +536,7 @@ def test_second_derivatives_are_right_or_refused(tmp_path: Path) -> None:
             loss = model(None, x).pow(2).mean()
             try:
                 (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-                (loss + slope.pow(2).sum()).backward()  # type: ignore[no-untyped-call]
+                (loss + slope.pow(2).sum()).backward()
             except (mt.ModelError, RuntimeError):
                 assert model is streamed
                 return
@@ -548,7 +549,7 @@ def test_backward_with_inputs_is_right_or_refused(tmp_path: Path) -> None:
     with opened(tmp_path):
         mt.wrap(model)
         try:
-            loss_of(model, batch(0)).backward(inputs=list(model.parameters()))  # type: ignore[no-untyped-call]
+            loss_of(model, batch(0)).backward(inputs=list(model.parameters()))
         except (mt.ModelError, RuntimeError):
             return
         assert model.head.weight.grad is not None
@@ -571,15 +572,15 @@ def test_a_weight_used_outside_its_module(
             for layer in self.layers:
                 x = layer(x)
             x, w = self.norm(x), self.embed.weight
-            logits: Tensor = {
-                "functional": lambda: F.linear(x, w),
+            uses: dict[str, Callable[[], Tensor]] = {
+                "functional": lambda: functional.linear(x, w),
                 "transposed": lambda: x @ w.T,
                 "matmul-t": lambda: x @ w.t(),
                 "rows": lambda: self.head(x + w[: x.shape[1]]),
                 "unsqueezed": lambda: self.head(x + w.unsqueeze(0)[:, : x.shape[1]]),
-                "viewed": lambda: F.linear(x, w.view(-1, WIDTH)),
-            }[use]()
-            return logits
+                "viewed": lambda: functional.linear(x, w.view(-1, WIDTH)),
+            }
+            return uses[use]()
 
     true_or_refused(Model, tmp_path, window=window)
 
@@ -607,7 +608,7 @@ def test_requires_grad_may_be_switched_between_steps(tmp_path: Path) -> None:
                 model.zero_grad()
                 model.requires_grad_(requires_grad=True)
                 model.get_submodule(frozen).requires_grad_(requires_grad=False)
-                loss_of(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+                loss_of(model, batch(0)).backward()
             assert wrong_gradients(plain, streamed) == []
             assert streamed.get_submodule(frozen).state_dict()
 
@@ -620,7 +621,7 @@ def test_autocast_of_the_forward_is_used_again(tmp_path: Path) -> None:
         for model in (plain, streamed):
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 loss = loss_of(model, batch(0))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         for (name, a), b in zip(
             plain.named_parameters(), streamed.parameters(), strict=True
         ):
@@ -635,4 +636,4 @@ def test_weights_that_change_between_forward_and_backward_raise(tmp_path: Path) 
         with torch.no_grad():
             model.layers[0].up.weight.mul_(2)
         with pytest.raises(mt.ModelError, match="changed between forward and backward"):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()

@@ -143,7 +143,7 @@ def test_two_optimizers_of_one_model(tmp_path: Path) -> None:
                     pair = [mt.wrap(model, optimizer)[1] for optimizer in pair]
                 except mt.MegatrainError:
                     return
-            loss_of(model, batch(0)).backward()  # type: ignore[no-untyped-call]
+            loss_of(model, batch(0)).backward()
             for optimizer in pair:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -163,7 +163,7 @@ def test_a_module_that_is_added_after_wrap(tmp_path: Path) -> None:
         streamed.extra = nn.Linear(16, 16)
         optimizer.add_param_group({"params": list(streamed.extra.parameters())})
         streamed.norm.register_forward_hook(lambda _m, _a, y: streamed.extra(y))
-        loss_of(streamed, batch(0)).backward()  # type: ignore[no-untyped-call]
+        loss_of(streamed, batch(0)).backward()
         assert streamed.extra.weight.grad is not None
         optimizer.step()
         optimizer.zero_grad()
@@ -220,7 +220,7 @@ def test_hyper_parameters_are_checked(tmp_path: Path, arguments: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "match"),
     [
-        (lambda params: torch.optim.SGD(params), "SGD"),
+        (torch.optim.SGD, "SGD"),
         (lambda params: torch.optim.AdamW(params, amsgrad=True), "amsgrad"),
         (
             lambda params: torch.optim.AdamW(params, differentiable=True),

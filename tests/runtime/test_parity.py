@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from megatrain_nb.errors import ModelError
+from megatrain_nb.optim.adamw import Segment
+from megatrain_nb.runtime import (
+    call,
+    device,
+    executor,
+    offload,
+    optimizer,
+    pager,
+    update,
+    window,
+)
 from tests.runtime.models import ARCHITECTURES, covering
 from tests.runtime.plain import (
     Case,
@@ -16,10 +30,11 @@ from tests.runtime.plain import (
     plain_trace_of,
     streamed_trace,
     tied_name,
+    worst,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -49,3 +64,210 @@ def test_training_is_that_of_plain_pytorch(case: Case, tmp_path: Path) -> None:
         assert_equal_but_tied(ours, plain, tied_name(case.name), case)
     else:
         assert_equal(ours, plain)
+
+
+def test_the_cases_cover_what_they_should() -> None:
+    assert 100 <= len(CASES) <= 150
+    for name in ARCHITECTURES:
+        mine = [case for case in CASES if case.name == name]
+        for factor, values in FACTORS.items():
+            assert {getattr(case, factor) for case in mine} == set(values)
+
+
+# -- the comparison notices every broken mechanism --------------------------------------------------------
+
+
+def random_state_is_not_restored(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(call, "set_rng", lambda *_: None)
+
+
+def gradient_of_recorded_logits_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    backward = call.BlockCall.backward
+
+    def without(self: call.BlockCall, grads: Any) -> Any:
+        count = sum(self._recorded_counts.values())
+        kept = [*grads[: len(grads) - count], *[None] * count]
+        return backward(self, kept)
+
+    patch.setattr(call.BlockCall, "backward", without)
+
+
+def recorded_logits_are_not_borders(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(call, "_active_collector", lambda: None)
+
+
+def second_use_overwrites_the_first(patch: pytest.MonkeyPatch) -> None:
+    home = executor.Executor._home_gradient
+
+    def forgetful(self: Any, param: Any, *rest: Any) -> None:
+        self.norms.pop(param, None)
+        home(self, param, *rest)
+
+    patch.setattr(executor.Executor, "_home_gradient", forgetful)
+
+
+def last_micro_batch_only(patch: pytest.MonkeyPatch) -> None:
+    take = window.Window._backward_call
+
+    def only_last(self: Any, batch: Any, bound: Any) -> None:
+        for plain in bound.plain.values():
+            plain.grad = None
+        take(self, batch, bound)
+
+    patch.setattr(window.Window, "_backward_call", only_last)
+
+
+def input_gradient_flows_once_per_consumer(patch: pytest.MonkeyPatch) -> None:
+    """The embedding of the last micro-batch gets nothing."""
+    flow = window.flow
+
+    def half(tensors: Any, grads: Any) -> None:
+        flow(tensors, [grad if grad is None else grad * 0.5 for grad in grads])
+
+    patch.setattr(window, "flow", half)
+
+
+def weights_are_not_written(patch: pytest.MonkeyPatch) -> None:
+    write = pager.Pager.write_tile
+
+    def skip(self: Any, piece: Any, start: int, slab: Any) -> None:
+        if piece.what is pager.What.WEIGHTS and piece.pack.index == 1:
+            self.pool.give(slab)
+        else:
+            write(self, piece, start, slab)
+
+    patch.setattr(pager.Pager, "write_tile", skip)
+
+
+def moments_are_not_written(patch: pytest.MonkeyPatch) -> None:
+    write = pager.Pager.write_tile
+
+    def skip(self: Any, piece: Any, start: int, slab: Any) -> None:
+        if piece.what is pager.What.EXP_AVG_SQ and start > 0:
+            self.pool.give(slab)
+        else:
+            write(self, piece, start, slab)
+
+    patch.setattr(pager.Pager, "write_tile", skip)
+
+
+def gradients_are_not_written(patch: pytest.MonkeyPatch) -> None:
+    settle = pager.Pager.settle
+
+    def clean(self: Any, piece: Any) -> None:
+        if piece.what is pager.What.GRADS:
+            piece.dirty = False
+        settle(self, piece)
+
+    patch.setattr(pager.Pager, "settle", clean)
+
+
+def a_tile_is_shifted(patch: pytest.MonkeyPatch) -> None:
+    read = pager.Pager.read_tile
+
+    def shifted(self: Any, piece: Any, start: int, stop: int) -> Any:
+        if piece.what is pager.What.EXP_AVG and start == self.tile_numel:
+            return read(self, piece, 0, stop - start)
+        return read(self, piece, start, stop)
+
+    patch.setattr(pager.Pager, "read_tile", shifted)
+
+
+def segments_begin_late(patch: pytest.MonkeyPatch) -> None:
+    clip = update._clip
+
+    def late(*args: Any) -> Any:
+        return [
+            Segment(min(s.start + 1, s.stop), s.stop, s.config, s.step)
+            for s in clip(*args)
+        ]
+
+    patch.setattr(update, "_clip", late)
+
+
+def clipping_forgets_the_millionth(patch: pytest.MonkeyPatch) -> None:
+    def almost(norm: torch.Tensor, max_norm: float | None) -> float:
+        return 1.0 if max_norm is None else min(1.0, max_norm / float(norm))
+
+    patch.setattr(optimizer, "clip_coefficient", almost)
+
+
+def norm_forgets_a_parameter(patch: pytest.MonkeyPatch) -> None:
+    def short(self: Any) -> torch.Tensor:
+        norms: list[torch.Tensor] = list(self.executor.norms.values())
+        return torch.stack(norms[1:]).square().sum().sqrt()
+
+    patch.setattr(offload.OffloadedModel, "total_norm", short)
+
+
+def bias_correction_stands_still(patch: pytest.MonkeyPatch) -> None:
+    tiles = update._tiles
+
+    def standing(offloaded: Any, configs: Any) -> Any:
+        offloaded.steps.clear()
+        return tiles(offloaded, configs)
+
+    patch.setattr(update, "_tiles", standing)
+
+
+def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
+    onload = device.SlotDevice.onload
+    seen: dict[int, torch.Tensor] = {}
+
+    def stale(self: Any, host: Any) -> torch.Tensor:
+        slot = onload(self, host)
+        slot.copy_(seen.setdefault(host.size, slot.clone()))
+        return slot
+
+    patch.setattr(device.SlotDevice, "onload", stale)
+
+
+def streams_are_those_of_the_caller(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        window,
+        "_streams",
+        lambda device, caller, count, step: [copy.copy(caller) for _ in range(count)],
+    )
+
+
+HURT = Case("llama", accumulation=3, clipping=True, place="disk")
+
+TEETH: dict[Callable[[pytest.MonkeyPatch], None], Case] = {
+    random_state_is_not_restored: replace(HURT, name="gpt2", dropout=0.1),
+    gradient_of_recorded_logits_is_dropped: replace(HURT, name="mixtral"),
+    recorded_logits_are_not_borders: replace(HURT, name="mixtral"),
+    second_use_overwrites_the_first: replace(HURT, tied=True, accumulation=1),
+    last_micro_batch_only: HURT,
+    input_gradient_flows_once_per_consumer: HURT,
+    weights_are_not_written: HURT,
+    moments_are_not_written: HURT,
+    gradients_are_not_written: HURT,
+    a_tile_is_shifted: HURT,
+    segments_begin_late: HURT,
+    clipping_forgets_the_millionth: HURT,
+    norm_forgets_a_parameter: HURT,
+    bias_correction_stands_still: HURT,
+    slots_keep_old_weights: replace(HURT, device="slots"),
+    streams_are_those_of_the_caller: replace(HURT, dropout=0.1),
+}
+
+
+@pytest.mark.parametrize("broken", TEETH, ids=lambda broken: str(broken.__name__))
+def test_parity_has_teeth(
+    broken: Callable[[pytest.MonkeyPatch], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = TEETH[broken]
+    plain = plain_trace_of(case, steps=3)
+    seen = worst.copy()
+    with opened(tmp_path / "whole", case.place, case.device) as session:
+        assert_equal(streamed_trace(case, session, steps=3), plain)
+    broken(monkeypatch)
+    with (
+        pytest.raises((AssertionError, IndexError, ModelError)),
+        opened(tmp_path / "broken", case.place, case.device) as session,
+    ):
+        assert_equal(streamed_trace(case, session, steps=3), plain)
+    worst.clear()
+    worst.update(seen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.session import Session
 
     Scheduler = Callable[[torch.optim.Optimizer], Any]
+
+get_linear_schedule: Any = transformers.get_linear_schedule_with_warmup
 
 PATHS = pytest.mark.parametrize("path", ["window", "loop"])
 
@@ -123,7 +126,7 @@ def test_modules_that_are_not_called_keep_their_weights(
     session: Session, path: str
 ) -> None:
     torch.manual_seed(0)
-    model = Spare()
+    model: Any = Spare()
     windows = [
         [(torch.randn(5, 4), depth), (torch.randn(5, 4), 1)] for depth in (3, 1, 2, 3)
     ]
@@ -250,9 +253,7 @@ SCHEDULERS: dict[str, Scheduler] = {
     "cosine, restarted": lambda optimizer: (
         torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=2)
     ),
-    "transformers' linear": lambda optimizer: (
-        transformers.get_linear_schedule_with_warmup(optimizer, 2, 8)
-    ),
+    "transformers' linear": lambda optimizer: get_linear_schedule(optimizer, 2, 8),
 }
 
 
@@ -349,13 +350,64 @@ def test_a_state_dict_is_taken_back(session: Session) -> None:
     )
 
 
+def test_a_new_optimizer_starts_anew(session: Session) -> None:
+    """Moments and step counts belong to the optimizer, not to the model."""
+    model = make_model("llama")
+    reference = copy.deepcopy(model)
+    windows = [make_window("llama", step, 1) for step in range(4)]
+    for part in (windows[:2], windows[2:]):
+        plain_optimizer = adamw(reference.parameters())
+        plain = loop_trace(reference, plain_optimizer, part, loss_of("llama"))
+        model, optimizer = mt.wrap(model, lr=LR)
+        ours = loop_trace(model, optimizer, part, loss_of("llama"))
+        assert_equal(ours, plain)
+        assert_same_state(optimizer.state_dict(), plain_optimizer.state_dict())
+
+
+def test_a_schedule_made_before_the_optimizer_is_handed_over(
+    session: Session,
+) -> None:
+    model = make_model("llama")
+    reference = copy.deepcopy(model)
+    windows = [make_window("llama", step, 1) for step in range(4)]
+    traces = []
+    for one in (reference, model):
+        made: Any = adamw(one.parameters())
+        scheduler = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 1 / (step + 1))
+        if one is model:
+            _, made = mt.wrap(one, made)
+        traces.append(
+            loop_trace(one, made, windows, loss_of("llama"), after_step=scheduler.step)
+        )
+    assert_equal(traces[1], traces[0])
+
+
+@pytest.mark.parametrize("how", ["out", "list"])
+def test_values_written_by_unusual_ways_arrive_or_are_refused(
+    session: Session, how: str
+) -> None:
+    model = make_model("llama")
+    mt.wrap(model)
+    param = model.lm_head.weight
+    expected = param.detach().clone() * 2
+    try:
+        with torch.no_grad():
+            if how == "out":
+                torch.mul(param, 2, out=param.data)
+            else:
+                torch._foreach_add_([param.data], [param.data])
+    except mt.MegatrainError:
+        return
+    assert torch.equal(param.detach().clone(), expected)
+
+
 def test_torchs_own_clipping_in_a_plain_loop(session: Session) -> None:
     model = make_model("llama")
     windows = [make_window("llama", step, 2) for step in range(3)]
     reference = copy.deepcopy(model)
     optimizers = adamw(reference.parameters()), mt.wrap(model, lr=LR)[1]
     for window in windows:
-        for one, optimizer in zip((reference, model), optimizers, strict=True):
+        for one in (reference, model):
             for batch in window:
                 loss_of("llama")(one, batch, window).backward()
             torch.nn.utils.clip_grad_norm_(one.parameters(), 0.3)
@@ -460,7 +512,7 @@ def test_kinds_of_attention(
 
 
 @pytest.mark.parametrize(
-    "path, accumulation", [("window", 1), ("window", 2), ("loop", 3)]
+    ("path", "accumulation"), [("window", 1), ("window", 2), ("loop", 3)]
 )
 def test_layers_dropped_at_random(
     session: Session, path: str, accumulation: int
@@ -475,7 +527,7 @@ def test_layers_dropped_at_random(
 @PATHS
 def test_a_plain_sequence_of_modules(session: Session, path: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(
+    model: nn.Module = nn.Sequential(
         nn.Linear(6, 16),
         nn.GELU(),
         nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Dropout(0.2)),
@@ -530,11 +582,10 @@ class Skips(nn.Module):
             if index == 1:
                 middle = beside
         logits = self.last(hidden)
-        return (
-            nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
-            + 0.1 * middle.pow(2).mean()
-            + 0.01 * scaled.mean()
+        entropy: Tensor = nn.functional.cross_entropy(
+            logits.flatten(0, 1), ids.flatten()
         )
+        return entropy + 0.1 * middle.pow(2).mean() + 0.01 * scaled.mean()
 
 
 class Joined(nn.Module):
@@ -554,7 +605,7 @@ class Joined(nn.Module):
 def test_tensors_that_many_layers_take(session: Session, path: str) -> None:
     """Their gradient goes on once, after the last consumer; sums of three may be in another order."""
     torch.manual_seed(0)
-    model = Skips()
+    model: nn.Module = Skips()
     reference = copy.deepcopy(model)
     windows = [[torch.randint(0, 11, (2, 5)) for _ in range(2)] for _ in range(3)]
 
@@ -594,6 +645,7 @@ def test_forward_without_gradients_and_generation(session: Session, name: str) -
                 {"num_beams": 2, "do_sample": False},
             ):
                 tokens = []
+                one: Any
                 for one in (model, reference):
                     torch.manual_seed(3)
                     tokens.append(
@@ -691,62 +743,74 @@ class FailsError(Exception):
     pass
 
 
+class Failing:
+    """A loss function that fails once, at a chosen place of the window's second micro-batch."""
+
+    def __init__(self, session: Session, what: str, where: str) -> None:
+        self.session, self.what, self.where = session, what, where
+        self.bad: Any = None
+
+    @property
+    def expected(self) -> type[BaseException]:
+        return FailsError if self.what == "error" else KeyboardInterrupt
+
+    def fail(self, *_: Any) -> None:
+        if self.what == "error":
+            raise FailsError
+        if self.what == "interrupt":
+            raise KeyboardInterrupt
+        self.session.stop()
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        where = self.where if batch is self.bad else ""
+        if where == "before":
+            self.fail()
+        with ExitStack() as stack:
+            if where == "inside":
+                layer = model.model.layers[1].mlp
+                stack.enter_context(closing_hook(layer, self.fail))
+            loss: Tensor = model(**batch).loss
+        if where == "after":
+            self.fail()
+        return loss
+
+
+@contextmanager
+def closing_hook(module: nn.Module, hook: Callable[..., None]) -> Iterator[None]:
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 @pytest.mark.parametrize("where", ["before", "inside", "after"])
 @pytest.mark.parametrize("what", ["error", "interrupt", "stop"])
 def test_a_window_that_failed_leaves_nothing(
     session: Session, where: str, what: str
 ) -> None:
     windows = [make_window("llama", step, 3) for step in range(3)]
-
-    def fail() -> None:
-        if what == "error":
-            raise FailsError
-        if what == "interrupt":
-            raise KeyboardInterrupt
-        session.stop()
-
-    def loss_fn(model: Any, batch: Any) -> Tensor:
-        is_bad = bad and batch is windows[1][1]
-        if is_bad and where == "before":
-            fail()
-        handle = None
-        if is_bad and where == "inside":
-            handle = model.model.layers[1].mlp.register_forward_hook(lambda *_: fail())
-        try:
-            loss: Tensor = model(**batch).loss
-        finally:
-            if handle is not None:
-                handle.remove()
-        if is_bad and where == "after":
-            fail()
-        return loss
-
+    loss_fn = Failing(session, what, where)
     traces = []
-    bad = False
-    for interrupted in (False, True):
+    for fails in (False, True):
         model, optimizer = mt.wrap(make_model("llama", dropout=0.1), lr=LR)
         torch.manual_seed(7)
         trace = window_trace(model, optimizer, windows[:1], loss_fn)
-        if interrupted:
-            bad = True
+        if fails:
+            loss_fn.bad = windows[1][1]
             before, state = parameters(model), torch.get_rng_state()
-            expected = FailsError if what == "error" else KeyboardInterrupt
-            with pytest.raises(expected):
+            with pytest.raises(loss_fn.expected):
                 mt.train_step(model, optimizer, windows[1], loss_fn)
             session.resume()
-            bad = False
+            loss_fn.bad = None
             assert_same(parameters(model), before, "parameter")
             assert gradients(model) == {}
             torch.set_rng_state(state)
         more = window_trace(model, optimizer, windows[1:], loss_fn)
-        trace.params += more.params
-        trace.grads += more.grads
-        traces.append(trace)
+        traces.append((trace, more))
         mt.unwrap(model)
-    for mine, other in zip(traces[1].params, traces[0].params, strict=True):
-        assert_same(mine, other, "parameter")
-    for mine, other in zip(traces[1].grads, traces[0].grads, strict=True):
-        assert_same(mine, other, "gradient")
+    for mine, other in zip(traces[1], traces[0], strict=True):
+        assert_equal(mine, other)
 
 
 def test_a_backward_that_failed_in_a_loop_leaves_what_zero_grad_forgets(

