@@ -106,13 +106,16 @@ def plan_residency(
     working = working_bytes(spec, tile_numel=tile_numel)
     left = limit_bytes - working - activation_bytes
     if left < 0:
+        minimum = (
+            working if resident_bytes is not None else min(working, spec.state_bytes)
+        )
         largest = max(spec.blocks, key=lambda block: spec.block_bytes(block.index))
         msg = (
             f"max_ram_gb: {format_bytes(limit_bytes)} is too little for this model: streaming needs "
             f"{format_bytes(working)} (largest block: {largest.name}, "
             f"{format_bytes(spec.block_bytes(largest.index))}) and the activations "
             f"{format_bytes(activation_bytes)}. Raise max_ram_gb to at least "
-            f"{format_bytes(working + activation_bytes)}, or shorten the sequence or the micro-batch"
+            f"{format_bytes(1.005 * (minimum + activation_bytes))}, or shorten the sequence or the micro-batch"
         )
         raise BudgetError(msg)
     allowed = left if resident_bytes is None else min(left, resident_bytes)

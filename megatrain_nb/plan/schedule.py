@@ -81,7 +81,7 @@ def make_schedule(
 
     Notes
     -----
-    A block is freed once no block of the next ``depth`` places needs one of its packs; so tied weights
+    FREE lets go of those packs of a block that no block of the next ``depth`` places needs; so tied weights
     and a block that is used twice in a row stay.
 
     Examples
@@ -106,7 +106,7 @@ def make_schedule(
         block = ahead.popleft()
         actions.append(Action(block, kind))
         needed = {pack for later in ahead for pack in spec.blocks[later].packs}
-        if not needed & set(spec.blocks[block].packs):
+        if not needed.issuperset(spec.blocks[block].packs):
             actions.append(Action(block, Kind.FREE))
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.plan.schedule import Kind
@@ -55,10 +56,17 @@ class _BlockNode(torch.autograd.Function):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         executor: Executor = ctx.executor
         call: BlockCall = ctx.call
         executor.check_usable()
+        if not torch.autograd._is_checkpoint_valid():
+            msg = (
+                f"{call.block.name}: torch.autograd.grad and backward(inputs=...) would add to every parameter's "
+                "gradient; use loss.backward()"
+            )
+            raise ModelError(msg)
         if ctx.version != executor.version:
             msg = (
                 f"the weights of {call.block.name} changed between forward and backward; "

@@ -23,11 +23,15 @@ from megatrain_nb.runtime.tensor import source_of
 from megatrain_nb.runtime.threadstate import Autocast, get_rng, set_rng
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from megatrain_nb.runtime.layers import Block
 
 _RECORDER = "transformers.utils.output_capturing"
+_ESCAPED = (
+    "a tensor computed inside {} is used outside it by another way than the block's output (a hook or an "
+    "attribute), and a gradient reached it: it would be lost. Return it from the block's forward"
+)
 _HERE = object()  # marks the place of a tensor in a block's result
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -79,6 +83,9 @@ class BlockCall:
             if isinstance(x, list)
         }
         self._recorded_counts: dict[str, int] = {}
+        self._versions = [x._version for x in self._inputs if isinstance(x, Tensor)]
+        self._modes: list[bool] = []
+        self._buffers: list[tuple[Tensor, Tensor]] = []
         self._kept: tuple[list[Tensor], list[Tensor]] | None = None
         self._check_inputs()
 
@@ -96,21 +103,26 @@ class BlockCall:
             Keep the activations, because backward comes next and the weights stay bound till then.
         """
         self._rng = get_rng(self._device)
-        versions = [x._version for x in self._inputs if isinstance(x, Tensor)]
+        self._modes = [module.training for module in self.block.module.modules()]
+        buffers = [(x, x.clone()) for x in self.block.module.buffers()]
         if keep:
             result, tensors, fresh = self._compute()
             self._kept = (tensors, fresh)
         else:
             with torch.autograd.graph.saved_tensors_hooks(self._discard, self._refuse):
                 result, tensors, fresh = self._compute()
-            self._guard(fresh)
-        if versions != [x._version for x in self._inputs if isinstance(x, Tensor)]:
-            msg = f"{self.block.name} changes its inputs in place, so it cannot be run again for its gradients"
-            raise ModelError(msg)
+            for tensor in fresh:
+                tensor.register_hook(refuse_gradient(self.block.name))
+        self._check_versions("changes its inputs in place")
+        self._buffers = [(x, old) for x, old in buffers if not torch.equal(x, old)]
         self._result = pytree.tree_map_only(Tensor, lambda _: _HERE, result)
         for value in pytree.tree_leaves(self._result):
             self._check_output(value)
-        self.outputs = [x.detach().requires_grad_(x.requires_grad) for x in tensors]
+        weights = _weight_storages(self.block)
+        self.outputs = [
+            _off_weights(x.detach(), weights).requires_grad_(x.requires_grad)
+            for x in tensors
+        ]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Return what the block returned, with ``outputs`` in the place of its own tensors.
@@ -144,28 +156,61 @@ class BlockCall:
         list
             The gradient of each of `tracked`.
         """
-        if self._kept is None:
-            before = get_rng(self._device)
-            set_rng(self._device, self._rng)
-            try:
-                _, tensors, fresh = self._compute()
-            finally:
-                set_rng(self._device, before)
+        self._check_versions("got inputs that were changed in place after it ran")
+        if self._kept is not None:
+            (tensors, fresh), self._kept = self._kept, None
+            self._flow(tensors, grads)
+            return [x.grad for x in fresh]
+        with self._as_it_was():
+            _, tensors, fresh = self._compute()
             if len(tensors) != len(self.outputs):
                 msg = f"{self.block.name} returned {len(self.outputs)} tensors, then {len(tensors)} for the same inputs"
                 raise ModelError(msg)
-        else:
-            (tensors, fresh), self._kept = self._kept, None
-        pairs = [
-            (x, g)
-            for x, g in zip(tensors, grads, strict=True)
-            if g is not None and x.requires_grad
-        ]
-        if pairs:
-            torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
+            self._flow(tensors, grads)
         return [x.grad for x in fresh]
 
     # -- inside ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _as_it_was(self) -> Iterator[None]:
+        """Put random state, buffers and train or eval modes back for the second run."""
+        modules = list(self.block.module.modules())
+        modes = [module.training for module in modules]
+        rng = get_rng(self._device)
+        buffers = [(x, x.clone()) for x, _ in self._buffers]
+        set_rng(self._device, self._rng)
+        for module, mode in zip(modules, self._modes, strict=True):
+            module.training = mode
+        with torch.no_grad():
+            for x, old in self._buffers:
+                x.copy_(old)
+        try:
+            yield
+        finally:
+            set_rng(self._device, rng)
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
+            with torch.no_grad():
+                for x, now in buffers:
+                    x.copy_(now)
+
+    @staticmethod
+    def _flow(tensors: list[Tensor], grads: Sequence[Tensor | None]) -> None:
+        pairs = [
+            (x, grad)
+            for x, grad in zip(tensors, grads, strict=True)
+            if grad is not None and x.requires_grad
+        ]
+        if pairs:
+            torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+
+    def _check_versions(self, what: str) -> None:
+        now = [x._version for x in self._inputs if isinstance(x, Tensor)]
+        if now != self._versions:
+            msg = (
+                f"{self.block.name} {what}, so it cannot be run again for its gradients"
+            )
+            raise ModelError(msg)
 
     def _compute(self) -> tuple[Any, list[Tensor], list[Tensor]]:
         fresh: list[Tensor] = []
@@ -181,6 +226,12 @@ class BlockCall:
             self._recording() as recorded,
         ):
             result = self.block.forward(*args, **kwargs)
+        if pytree.tree_structure((args, kwargs)) != self._structure:
+            msg = (
+                f"{self.block.name} adds to a list or dict that it is given; what it adds would be lost, "
+                "so let it return the value"
+            )
+            raise ModelError(msg)
         tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         return (
             result,
@@ -213,15 +264,7 @@ class BlockCall:
         self.saved_bytes += tensor.nbytes
 
     def _refuse(self, _: None) -> Tensor:
-        msg = (
-            f"a tensor computed inside {self.block.name} is used outside it by another way than the block's output "
-            "(a hook or an attribute), and a gradient reached it: it would be lost. Return it from the block's forward"
-        )
-        raise ModelError(msg)
-
-    def _guard(self, fresh: list[Tensor]) -> None:
-        for tensor in fresh:
-            tensor.register_hook(lambda _: self._refuse(None))
+        raise ModelError(_ESCAPED.format(self.block.name))
 
     def _check_inputs(self) -> None:
         for value in self._inputs:
@@ -260,3 +303,27 @@ def _active_collector() -> dict[str, Any] | None:
     """Return what transformers' output recorder fills at this moment, if it is at work."""
     variable = getattr(sys.modules.get(_RECORDER), "_active_collector", None)
     return variable.get() if variable is not None else None
+
+
+def refuse_gradient(block: str) -> Callable[[Tensor], None]:
+    """Return a hook for tensors of a run whose graph must not be used: a gradient there would be lost."""
+
+    def refuse(_: Tensor) -> None:
+        raise ModelError(_ESCAPED.format(block))
+
+    return refuse
+
+
+def keep_weights(block: Block, result: Any) -> Any:
+    """Copy what a block returns of its own weights: the memory under them is about to change."""
+    weights = _weight_storages(block)
+    return pytree.tree_map_only(Tensor, lambda x: _off_weights(x, weights), result)
+
+
+def _weight_storages(block: Block) -> set[int]:
+    bound = (site.module._parameters[site.name] for site in block.sites)
+    return {x.untyped_storage().data_ptr() for x in bound if x is not None}
+
+
+def _off_weights(tensor: Tensor, weights: set[int]) -> Tensor:
+    return tensor.clone() if tensor.untyped_storage().data_ptr() in weights else tensor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megatrain_nb.errors import ArgumentError
+from megatrain_nb.errors import ArgumentError, BudgetError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,7 +80,7 @@ class SlotDevice:
 
         Raises
         ------
-        ArgumentError
+        BudgetError
             The slots would exceed ``max_vram_gb``.
         """
         free = self._free.get(host.size)
@@ -100,7 +100,7 @@ class SlotDevice:
                     f"max_vram_gb={self._max_bytes / 1e9:.3g}: {self._used_bytes / 1e9:.3g} GB of slots are in "
                     f"use and a block of {nbytes / 1e9:.3g} GB is next; raise max_vram_gb"
                 )
-                raise ArgumentError(msg)
+                raise BudgetError(msg)
             self._free[size].pop()
             self._used_bytes -= size * 4
         self._used_bytes += nbytes
@@ -134,11 +134,15 @@ def open_device(
     ArgumentError
         The device is not there, or is of a kind that is not supported.
     """
-    chosen = (
-        torch.device(name)
-        if name is not None
-        else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    )
+    try:
+        chosen = (
+            torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            if name is None
+            else torch.device(name)
+        )
+    except (RuntimeError, TypeError):
+        msg = f"device={name!r} is not a device; give 'cpu' or 'cuda', or leave it out"
+        raise ArgumentError(msg) from None
     if chosen.type == "cpu":
         return HostDevice()
     if chosen.type != "cuda":

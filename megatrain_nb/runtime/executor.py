@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from megatrain_nb.errors import ModelError, SessionError
+from megatrain_nb.errors import ModelError, SessionError, StoreError
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule, successors
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.autograd import through_autograd
-from megatrain_nb.runtime.call import BlockCall
+from megatrain_nb.runtime.call import BlockCall, keep_weights, refuse_gradient
+from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import What
 
 if TYPE_CHECKING:
@@ -38,8 +39,11 @@ if TYPE_CHECKING:
 class Bound:
     """A loaded block: inside ``with``, its modules hold ordinary parameters over the loaded weights."""
 
-    def __init__(self, block: Block, plain: dict[nn.Parameter, nn.Parameter]) -> None:
+    def __init__(
+        self, executor: Executor, block: Block, plain: dict[nn.Parameter, nn.Parameter]
+    ) -> None:
         self.plain = plain
+        self._executor = executor
         self._block = block
 
     def __enter__(self) -> Self:
@@ -52,9 +56,11 @@ class Bound:
                 raise ModelError(msg)
         for site in self._block.sites:
             site.module._parameters[site.name] = self.plain[site.param]
+        self._executor.inside = self._block
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._executor.inside = None
         for site in self._block.sites:
             site.module._parameters[site.name] = site.param
 
@@ -74,6 +80,10 @@ class Executor:
         Most bytes of block inputs kept at once, as seen so far.
     compute_seconds
         Time inside blocks' forward and backward so far.
+    inside
+        The block whose modules hold ordinary parameters at this moment, or None.
+    unusable
+        Why the model must not be used any more; empty while it may.
     """
 
     def __init__(
@@ -94,11 +104,13 @@ class Executor:
         self.border_bytes = 0
         self.compute_seconds = 0.0
         self.window: Window | None = None
-        self.usable = ""
+        self.inside: Block | None = None
+        self.unusable = ""
+        self.stop = stop
         self._on_span = on_span
-        self._stop = stop
         self._actions: deque[Action] = deque()
         self._loaded: dict[int, Tensor] = {}
+        self._ahead: list[int] = []
         self._learned = [block.spec.index for block in layers.blocks]
         self._order: list[int] = []
         self._trace: list[int] = []
@@ -108,6 +120,8 @@ class Executor:
     def call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stand in for the forward of a block's module."""
         self.check_usable()
+        if self.inside is not None:
+            return self._nested(block, args, kwargs)
         if not torch.is_grad_enabled():
             if self.window is not None and self.window.is_inside():
                 return self.window.visit(block, args, kwargs)
@@ -122,7 +136,22 @@ class Executor:
     ) -> Any:
         """Run a block without gradients, as it is called."""
         with self.running(block, Kind.FORWARD) as bound, bound:
+            return keep_weights(block, block.forward(*args, **kwargs))
+
+    def _nested(
+        self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block that another block calls: fine if it shares that one's loaded parameters."""
+        if all(
+            site.module._parameters[site.name] is not site.param for site in block.sites
+        ):
             return block.forward(*args, **kwargs)
+        assert self.inside is not None
+        msg = (
+            f"{block.name} is called from inside {self.inside.name}, but is not a part of it; "
+            "a block can only compute with its own parameters"
+        )
+        raise ModelError(msg)
 
     def begin_forward(self) -> None:
         """Note that the model's forward starts: the order of the last one is what to expect."""
@@ -144,6 +173,10 @@ class Executor:
         turning
             A forward that goes over into its backward while the block is loaded.
         """
+        with interrupts_wait(self.stop):
+            yield from self._running(block, kind, turning=turning)
+
+    def _running(self, block: Block, kind: Kind, *, turning: bool) -> Iterator[Bound]:
         self._advance(block, kind)
         with_grads = turning or kind is Kind.BACKWARD
         grads = {
@@ -152,7 +185,7 @@ class Executor:
             if with_grads
         }
         start = time.perf_counter()
-        bound = Bound(block, self._plain_parameters(block, grads))
+        bound = Bound(self, block, self._plain_parameters(block, grads))
         try:
             yield bound
             if with_grads:
@@ -177,7 +210,8 @@ class Executor:
 
     def _advance(self, block: Block, kind: Kind) -> None:
         """Carry out the schedule up to and including the entry that lets ``block`` compute."""
-        if self._stop.is_set():
+        if self.stop.is_set():
+            self.stop.clear()
             raise KeyboardInterrupt
         wanted = Action(block.spec.index, kind)
         while True:
@@ -187,7 +221,7 @@ class Executor:
             if action is not None and action.kind is Kind.READ:
                 self._read(action.block)
             elif action is not None and action.kind is Kind.FREE:
-                self._free(action.block, keep=block.spec.packs)
+                self._free(action.block, wanted)
             else:  # the schedule is at its end, or another block came than it says
                 self._actions = deque(self._plan(wanted))
         self._note(wanted)
@@ -199,6 +233,7 @@ class Executor:
 
     def _plan(self, wanted: Action) -> list[Action]:
         spec = self.layers.spec
+        self._ahead.clear()
         self._settle_unneeded(spec.blocks[wanted.block].packs)
         if wanted.kind is Kind.FORWARD:
             order = successors(self._learned, wanted.block, len(self._order))
@@ -213,8 +248,11 @@ class Executor:
 
     def _note(self, action: Action) -> None:
         """Remember what ran: forwards predict the next forward and, reversed, their backward."""
+        if action.block in self._ahead:
+            self._ahead.remove(action.block)
         if action.kind is Kind.FORWARD:
             self._order.append(action.block)
+            del self._order[: -4 * len(self._learned) - 64]
             self._trace.append(action.block)
             del self._trace[: -4 * len(self._learned) - 64]
         elif action.block in self._trace:
@@ -222,11 +260,17 @@ class Executor:
             del self._trace[last:]
 
     def _read(self, block: int) -> None:
+        self._ahead.append(block)
         for pack in self.layers.spec.blocks[block].packs:
             self.pager.fetch(pack, What.WEIGHTS)
 
-    def _free(self, block: int, *, keep: tuple[int, ...] = ()) -> None:
-        for pack in self.layers.spec.blocks[block].packs:
+    def _free(self, block: int, wanted: Action) -> None:
+        """Unload a block, but for the packs that the next ones use as well."""
+        blocks = self.layers.spec.blocks
+        keep = {
+            pack for near in (wanted.block, *self._ahead) for pack in blocks[near].packs
+        }
+        for pack in blocks[block].packs:
             if pack in self._loaded and pack not in keep:
                 self._unload(pack)
 
@@ -246,6 +290,7 @@ class Executor:
     def rest(self) -> None:
         """Let every block's weights go where the plan wants them; the schedule starts anew."""
         self._actions.clear()
+        self._ahead.clear()
         self._settle_unneeded(())
 
     # -- parameters in modules --------------------------------------------------------------------------
@@ -255,13 +300,18 @@ class Executor:
     ) -> dict[nn.Parameter, nn.Parameter]:
         """Make ordinary parameters over the loaded weights."""
         plain: dict[nn.Parameter, nn.Parameter] = {}
+        recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
             for param in dict.fromkeys(site.param for site in block.sites):
                 home = self.layers.homes[param]
                 values = part_of(self._loaded[home.pack.index], home)
                 plain[param] = nn.Parameter(values, requires_grad=param.requires_grad)
-                if grads and param.requires_grad:
+                if not param.requires_grad:
+                    continue
+                if grads:
                     self._home_gradient(param, plain[param], grads[home.pack.index])
+                elif recorded:
+                    plain[param].register_hook(refuse_gradient(block.name))
         return plain
 
     def _home_gradient(
@@ -271,6 +321,9 @@ class Executor:
         home = self.layers.homes[param]
         gradient = self.device.gradient_home(host)
         if gradient is None:
+            if param in self.norms:  # added to in the same order as on the host
+                pending = part_of(torch.from_numpy(host), home)
+                plain.grad = pending.to(self.device.torch_device, copy=True)
             return
         gradient = part_of(gradient, home)
         if param in self.norms:
@@ -309,8 +362,7 @@ class Executor:
                 home,
             )
             if plain.grad.data_ptr() != pending.data_ptr():
-                arrived = plain.grad.to(pending.device)
-                pending.add_(arrived) if param in self.norms else pending.copy_(arrived)
+                pending.copy_(plain.grad)
             num_bytes += pending.nbytes
             self.norms[param] = torch.linalg.vector_norm(pending)
         end = time.perf_counter()
@@ -329,6 +381,7 @@ class Executor:
     def drop_gradients(self) -> None:
         """Forget all pending gradients."""
         self.norms.clear()
+        self.pager.lost = ""
         for pack in self.layers.spec.packs:
             self.pager.discard(pack.index, What.GRADS)
         for param in self.layers.resident.values():
@@ -340,9 +393,11 @@ class Executor:
 
     def abort(self) -> None:
         """After an error or interrupt: nothing stays loaded, and nothing is expected."""
-        self.window = None
+        self.window = self.inside = None
         self._order.clear()
         self._trace.clear()
+        self._loaded.clear()
+        self.pager.reset()
         self.rest()
 
     def check_usable(self) -> None:
@@ -352,9 +407,13 @@ class Executor:
         ------
         SessionError
             Its session is closed, or an update failed half-way.
+        StoreError
+            A write failed, so the store no longer holds the model's last state.
         """
-        if self.usable:
-            raise SessionError(self.usable)
+        if self.unusable:
+            raise SessionError(self.unusable)
+        if self.pager.broken:
+            raise StoreError(self.pager.broken)
 
 
 def part_of(flat: Tensor, home: Home) -> Tensor:

@@ -44,9 +44,11 @@ class Block:
     module: nn.Module
     sites: tuple[Site, ...]
     forward: Callable[..., Any] = field(init=False)
+    _own: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self.forward = self.module.forward
+        self._own = self.module.__dict__.get("forward")
 
     @property
     def name(self) -> str:
@@ -64,6 +66,8 @@ class Block:
     def restore(self) -> None:
         """Undo `intercept`."""
         self.module.__dict__.pop("forward", None)
+        if self._own is not None:
+            self.module.forward = self._own
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +114,9 @@ def cut(model: nn.Module) -> Layers:
                 f"{name} is {str(param.dtype).removeprefix('torch.')}; training keeps fp32 weights, so load or make "
                 "the model with dtype=torch.float32 (bf16 compute with an fp32 master comes in a later version)"
             )
+            raise ModelError(msg)
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            msg = f"{name} has a gradient hook, which would not run; remove it, or change gradients between backward and step"
             raise ModelError(msg)
     blocks: list[Block] = []
     packs: list[PackSpec] = []

@@ -5,20 +5,21 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from contextlib import contextmanager
+import weakref
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain_nb.errors import ModelError
+from megatrain_nb.errors import BudgetError, ModelError, SessionError, StoreError
 from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.executor import Executor, part_of
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.layers import Home, Layers, cut
-from megatrain_nb.runtime.pager import Pager, What
+from megatrain_nb.runtime.pager import STATES, Pager, What
 from megatrain_nb.runtime.tensor import (
     StreamedTensor,
     plain_parameter,
@@ -105,12 +106,14 @@ class OffloadedModel:
         Updates that each parameter has had.
     residency
         The plan in force.
-    saved_at
-        Step at which the weights were last exported; -1 for never.
+    saved_version
+        The executor's count of weight changes when the weights were last exported, or made.
     """
 
     def __init__(self, model: nn.Module, layers: Layers, session: Session) -> None:
-        self.model = model
+        session.check_in()
+        self._model = weakref.ref(model)
+        self.name = type(model).__name__
         self.layers = layers
         self.session = session
         self.pager = Pager(
@@ -133,15 +136,34 @@ class OffloadedModel:
         self.num_steps = 0
         self.update_seconds = 0.0
         self.last_step: StepResult | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self._since: dict[str, float] | None = None
         self._losses: list[Tensor] = []
         self._tokens = 0
-        self.saved_at = -1
+        self.saved_version = 0
         self.residency = Residency()
         self._hooks: list[RemovableHandle] = []
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
-        self.plan()
         session.adopt(self)
+        try:
+            session.plan()
+        except BaseException:
+            session.dismiss(self)
+            raise
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself; its record does not keep it alive."""
+        model = self._model()
+        if model is None:
+            msg = "the model was deleted"
+            raise SessionError(msg)
+        return model
+
+    @property
+    def deleted(self) -> bool:
+        """Whether nobody holds the model any more."""
+        return self._model() is None
 
     # -- moving in and out ------------------------------------------------------------------------------
 
@@ -162,12 +184,15 @@ class OffloadedModel:
 
     def become(self, model: nn.Module, layers: Layers) -> None:
         """Speak of another model that is cut the same way."""
-        self.model, self.layers, self.executor.layers = model, layers, layers
+        self._model = weakref.ref(model)
+        self.layers = self.executor.layers = layers
 
     def intercept(self) -> None:
         """Send the blocks' calls through the executor."""
-        self.model._megatrain = self  # type: ignore[assignment]
-        self.model.save_pretrained = partial(save_pretrained, self.model)  # type: ignore[assignment]
+        self.saved_version = self.executor.version
+        model = self.model
+        model._megatrain = self  # type: ignore[assignment]
+        model.save_pretrained = partial(save_pretrained, model)  # type: ignore[assignment]
         self._hooks += [
             self.model.register_forward_pre_hook(self._before_forward),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -193,8 +218,9 @@ class OffloadedModel:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self.model.__dict__.pop("save_pretrained", None)
-        self.model.__dict__.pop("_megatrain", None)
+        if not self.deleted:
+            self.model.__dict__.pop("save_pretrained", None)
+            self.model.__dict__.pop("_megatrain", None)
 
     def move_out(self) -> nn.Module:
         """Bring all weights back into ordinary memory and let go of the model."""
@@ -210,7 +236,7 @@ class OffloadedModel:
 
     def close(self, why: str) -> None:
         """Give all memory and disk space back; reading a parameter is an error from now on."""
-        self.executor.usable = self.executor.usable or (
+        self.executor.unusable = self.executor.unusable or (
             f"{why}: its weights are no longer in the store. Save before with mt.save_pretrained(model, dir), "
             "or get an ordinary model back with mt.unwrap(model)"
         )
@@ -220,46 +246,85 @@ class OffloadedModel:
     def note_saved(self) -> None:
         """Note that the weights as they are now were exported."""
         self.pager.close_held()
-        self.saved_at = self.num_steps
+        self.saved_version = self.executor.version
 
     # -- planning -----------------------------------------------------------------------------------------
 
-    def plan(self) -> None:
+    def plan(self, limit_bytes: int) -> None:
         """Decide what stays in RAM, and make it so.
+
+        Parameters
+        ----------
+        limit_bytes
+            This model's share of the session's RAM.
 
         Raises
         ------
         BudgetError
-            The budget does not even hold what streams.
+            The share does not even hold what streams, or the disk not what does not stay.
         """
-        limit = self.session.max_ram_bytes
-        tile_numel = self.pager.tile_numel
-        room = limit - working_bytes(self.layers.spec, tile_numel=tile_numel)
-        reserve = max(0, min(self._reserved, room))
+        spec, tile_numel = self.layers.spec, self.pager.tile_numel
+        room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
         residency = plan_residency(
-            self.layers.spec,
-            limit_bytes=limit,
-            activation_bytes=reserve,
+            spec,
+            limit_bytes=limit_bytes,
+            activation_bytes=max(0, min(self._reserved, room)),
             resident_bytes=self.session.max_resident_bytes,
             tile_numel=tile_numel,
         )
+        self._check_disk(residency)
         self.pager.apply(residency)
         self.pager.barrier()
-        self.session.pool.trim()
-        self.session.pool.limit_bytes = limit - reserve
         self.residency = residency
+
+    def _check_disk(self, residency: Residency) -> None:
+        """Copy on write needs room for the tiles that are written while their old versions are there."""
+        spare = (
+            4
+            * min(self.pager.tile_numel, max(p.numel for p in self.layers.spec.packs))
+            * 4
+        )
+        needed = residency.disk_bytes + spare if residency.disk_bytes else 0
+        allowed = self.session.disk_room_bytes(self)
+        if needed > allowed:
+            msg = (
+                f"max_disk_gb or the free space allow {format_bytes(allowed)} on disk, and this model needs "
+                f"{format_bytes(1.005 * needed)} there; raise max_disk_gb, free some space, or raise max_ram_gb"
+            )
+            raise BudgetError(msg)
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
         measured = round(1.05 * self.session.other_peak_bytes())
         if measured > self._reserved or measured < 0.8 * self._reserved:
             self._reserved = max(measured, 0)
-            self.plan()
+            self.session.plan()
             logger.info(
                 "set aside %s for activations; %s resident",
                 format_bytes(measured),
                 format_bytes(self.residency.resident_bytes),
             )
+
+    def check_gradients(self) -> None:
+        """Raise if a pending gradient did not reach the disk.
+
+        Raises
+        ------
+        StoreError
+            Names it; no weight has changed.
+        """
+        with suppress(StoreError):
+            self.pager.settle_writes(What.GRADS)
+        if self.pager.lost:
+            raise StoreError(self.pager.lost)
+
+    def reset_optimizer(self) -> None:
+        """Forget moments and step counts: a new optimizer starts from zero."""
+        self.steps.clear()
+        self.moments.clear()
+        for pack in self.layers.spec.packs:
+            for what in STATES:
+                self.pager.discard(pack.index, what)
 
     # -- steps ----------------------------------------------------------------------------
 

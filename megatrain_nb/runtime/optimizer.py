@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
+import math
 import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +11,12 @@ from torch import Tensor
 
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.config import AdamWConfig
+from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import What
 from megatrain_nb.runtime.update import update_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from megatrain_nb.runtime.offload import OffloadedModel
 
@@ -62,9 +61,11 @@ class AdamW(torch.optim.Optimizer):
         decoupled: bool = True,
         max_grad_norm: float | None = None,
     ) -> None:
+        check_max_norm(max_grad_norm)
         self.offloaded = offloaded
         self.max_grad_norm = max_grad_norm
         self.last_grad_norm = torch.tensor(float("nan"))
+        self.taken_over: torch.optim.Optimizer | None = None
         self._clip_once: float | None = None
         defaults = {
             "lr": lr,
@@ -75,6 +76,8 @@ class AdamW(torch.optim.Optimizer):
             "decoupled_weight_decay": decoupled,
         }
         super().__init__(params, defaults)
+        offloaded.reset_optimizer()
+        offloaded.optimizer = self  # the one before, if any, has lost its moments
         mine = set(offloaded.model.parameters())
         for group in self.param_groups:
             _config(group)
@@ -98,7 +101,13 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         offloaded = self.offloaded
         offloaded.executor.check_usable()
+        if offloaded.optimizer is not self:
+            msg = "another optimizer was made for this model since; step with that one"
+            raise ModelError(msg)
+        offloaded.check_gradients()
         offloaded.executor.rest()
+        if self.taken_over is not None:
+            self.taken_over._opt_called = True  # type: ignore[attr-defined]  # for its schedulers
         offloaded.begin_step()
         begin, waited = time.perf_counter(), offloaded.pager.wait_seconds
         max_norm = (
@@ -112,11 +121,11 @@ class AdamW(torch.optim.Optimizer):
             for group in self.param_groups
             for param in group["params"]
         }
-        with _interrupts_wait():
+        with interrupts_wait(offloaded.executor.stop, breakable=False):
             try:
                 update_all(offloaded, configs, grad_scale=scale)
             except BaseException as error:
-                offloaded.executor.usable = (
+                offloaded.executor.unusable = (
                     f"an update failed half-way ({type(error).__name__}: {error}); some weights are those of the "
                     "step before, so the model must not be used. Close the session and start again"
                 )
@@ -129,8 +138,17 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all pending gradients."""
-        self.offloaded.executor.drop_gradients()
+        """Forget all pending gradients, or set them to zero."""
+        executor = self.offloaded.executor
+        if executor.unusable:
+            return
+        zeroed = {} if set_to_none else dict.fromkeys(executor.norms, torch.tensor(0.0))
+        executor.drop_gradients()
+        executor.norms.update(zeroed)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param not in self.offloaded.layers.homes and param.grad is not None:
+                    param.grad = None if set_to_none else torch.zeros_like(param)
 
     def clip_next(self, max_norm: float) -> Tensor:
         """Clip in the next step, and return the total norm of the pending gradients."""
@@ -193,25 +211,43 @@ def adopt(
         Another optimizer, or an option that the kernels do not have.
     """
     check_kind(optimizer)
-    groups = [
-        {key: value for key, value in group.items() if key not in _IGNORED}
-        for group in optimizer.param_groups
-    ]
-    for group in groups:
-        group.setdefault(
-            "decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)
-        )
+    decoupled = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        group.setdefault("decoupled_weight_decay", decoupled)
     adopted = AdamW(
         offloaded,
-        groups,
-        decoupled=isinstance(optimizer, torch.optim.AdamW),
+        [dict(group) for group in optimizer.param_groups],
+        decoupled=decoupled,
         max_grad_norm=max_grad_norm,
     )
+    # The very same dicts: a scheduler that was made for the old optimizer goes on setting rates here.
+    adopted.param_groups = optimizer.param_groups
+    for group in adopted.param_groups:
+        group.setdefault("maximize", False)
     for param, state in optimizer.state.items():
         adopted.take_state(param, state)
     optimizer.state.clear()  # its moments are in the store now
+    optimizer.step = _taken_over  # type: ignore[method-assign,assignment]
+    adopted.taken_over = optimizer
     adopted._note_state()
     return adopted
+
+
+def _taken_over(*_: Any, **__: Any) -> None:
+    msg = "this optimizer was taken over by the session; call step() of the one that mt.wrap returned"
+    raise ModelError(msg)
+
+
+_taken_over._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+
+
+def check_max_norm(max_norm: float | None) -> None:
+    """Raise ArgumentError if a norm cannot be clipped to."""
+    given: object = max_norm
+    usable = isinstance(given, int | float) and math.isfinite(given) and given > 0
+    if given is not None and not usable:
+        msg = f"max_grad_norm={max_norm!r} is not usable; give a finite number > 0, or None for no clipping"
+        raise ArgumentError(msg)
 
 
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
@@ -224,9 +260,6 @@ def check_kind(optimizer: torch.optim.Optimizer) -> None:
             if group.get(option):
                 msg = f"{type(optimizer).__name__}({option}=True) cannot be honoured; leave {option} out"
                 raise ArgumentError(msg)
-
-
-_IGNORED = ("foreach", "fused", *_NOT_OURS)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float | None) -> float:
@@ -247,22 +280,3 @@ def _config(group: dict[str, Any]) -> AdamWConfig:
         decoupled=bool(group["decoupled_weight_decay"]),
         maximize=bool(group["maximize"]),
     )
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Let Ctrl-C take effect after the update: a step is done wholly or not at all."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        raise KeyboardInterrupt
-
-
-__all__ = ["AdamW", "ModelError", "adopt", "check_kind", "clip_coefficient"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,14 +20,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain_nb.errors import MegatrainError
 from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -88,24 +87,46 @@ class Piece:
         return f"{self.what.value} of {self.pack.name}"
 
 
-class _Countdown:
-    """Call ``then`` when the last of ``count`` writes has ended, on whichever thread it ends."""
+class _Landing:
+    """Gives a slab back when the last of its writes has ended, on whichever thread that is.
 
-    def __init__(self, count: int, then: Callable[[], None]) -> None:
+    ``done`` is finished after the slab is back, so whoever waits for it finds the room.
+    """
+
+    def __init__(self, count: int, slab: Slab, pool: HostPool) -> None:
+        self.done: Future[None] = Future()
         self._left = count
-        self._then = then
+        self._slab = slab
+        self._pool = pool
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def __call__(self, _: Future[None]) -> None:
+    def __call__(self, write: Future[None]) -> None:
         with self._lock:
             self._left -= 1
             last = self._left == 0
+            if not write.cancelled():
+                self._error = self._error or write.exception()
         if last:
-            self._then()
+            self._pool.give(self._slab)
+            if self._error is not None:
+                self.done.set_exception(self._error)
+            else:
+                self.done.set_result(None)
 
 
 class Pager:
-    """Moves pieces between RAM and disk within the pool's budget."""
+    """Moves pieces between RAM and disk within the pool's budget.
+
+    Attributes
+    ----------
+    broken
+        Why the store no longer holds the last weights or moments; empty while it does.
+    lost
+        The same for pending gradients.
+    wait_seconds
+        Time that the training thread has waited for the disk so far.
+    """
 
     def __init__(
         self,
@@ -122,6 +143,8 @@ class Pager:
         self.store = store
         self.tile_numel = tile_numel
         self.wait_seconds = 0.0
+        self.broken = ""
+        self.lost = ""
         self._prefix = prefix
         self._on_span = on_span
         self._pieces = {
@@ -147,11 +170,11 @@ class Pager:
         piece = self._pieces[pack, what]
         if piece.slab is not None:
             return True
+        self._wait_writes(piece)
         slab = self._take(piece.num_bytes, piece.what.value, patient=patient)
         if slab is None:
             return False
         piece.slab = slab
-        self._wait_writes(piece)
         for key, start, stop in self._tiles(piece):
             future = self._read(key, slab.array[start * 4 : stop * 4])
             if future is not None:
@@ -165,7 +188,7 @@ class Pager:
         if piece.loading:
             try:
                 self._wait_all(piece.loading, f"reading the {piece}")
-            except MegatrainError:
+            except BaseException:
                 self._forget_slab(piece)
                 raise
             piece.loading = []
@@ -189,13 +212,16 @@ class Pager:
             return
         slab, piece.slab, piece.dirty = piece.slab, None, False
         tiles = self._tiles(piece)
-        landed = _Countdown(len(tiles), lambda: self.pool.give(slab))
+        landing = _Landing(len(tiles), slab, self.pool)
         for key, start, stop in tiles:
-            self._write(key, slab.array[start * 4 : stop * 4], landed)
+            self._write(piece, key, slab.array[start * 4 : stop * 4], landing)
 
     def discard(self, pack: int, what: What) -> None:
         """Forget a piece: from now on it reads as zeros."""
         piece = self._pieces[pack, what]
+        if self._held is piece:
+            self._held = None
+            piece.users -= 1
         self._wait_writes(piece)
         self._forget_slab(piece)
         piece.dirty = False
@@ -242,16 +268,19 @@ class Pager:
 
     def write_tile(self, piece: Piece, start: int, slab: Slab) -> None:
         """Write one tile behind; the slab goes back to the pool when it is on disk."""
-        self._write(
-            self.tile_key(piece, start),
-            slab.array,
-            _Countdown(1, lambda: self.pool.give(slab)),
-        )
+        landing = _Landing(1, slab, self.pool)
+        self._write(piece, self.tile_key(piece, start), slab.array, landing)
 
     def wait_for(self, future: Future[None] | None, what: str) -> None:
         """Wait for one read, and count the wait."""
         if future is not None:
             self._wait_all([future], what)
+
+    def settle_writes(self, what: What) -> None:
+        """Return when the writes of one kind have landed; raises what one of them raised."""
+        for piece in self._pieces.values():
+            if piece.what is what:
+                self._wait_writes(piece)
 
     # -- barriers -----------------------------------------------------------------------------------
 
@@ -283,6 +312,13 @@ class Pager:
             for what in What
         }
 
+    def reset(self) -> None:
+        """After an error: nobody uses anything any more."""
+        self._held = None
+        for piece in self._pieces.values():
+            piece.users = 0
+            self.settle(piece)
+
     def delete_all(self) -> None:
         """Delete every tile from the store."""
         for key in self.store.keys():  # noqa: SIM118
@@ -292,18 +328,33 @@ class Pager:
     def close(self) -> None:
         """Give all slabs back; the store is not touched."""
         self._held = None
-        for future in self._writing.values():
-            future.cancel()
+        with suppress(Exception):
+            self._wait_all(list(self._writing.values()), "writing tiles")
+        self._writing.clear()
         for piece in self._pieces.values():
             piece.users = 0
             self._forget_slab(piece)
 
     # -- inside ---------------------------------------------------------------------------------------
 
-    def _write(self, key: str, data: NDArray[np.uint8], landed: _Countdown) -> None:
+    def _write(
+        self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
+    ) -> None:
+        self._writing[key] = landing.done
         future = self.store.put(key, data)
-        self._writing[key] = future
-        future.add_done_callback(landed)
+        future.add_done_callback(lambda write: self._check_written(piece, write))
+        future.add_done_callback(landing)
+
+    def _check_written(self, piece: Piece, write: Future[None]) -> None:
+        """Note a write that failed: the store then holds an older version of what was in RAM."""
+        error = None if write.cancelled() else write.exception()
+        if error is not None and piece.what is What.GRADS:
+            self.lost = f"the {piece} could not be written ({error}); drop the gradients with optimizer.zero_grad()"
+        elif error is not None and not self.broken:
+            self.broken = (
+                f"the {piece} could not be written ({error}), so the model must not be used any more; "
+                "close the session, make room or choose another offload_dir, and start again"
+            )
 
     def _read(self, key: str, out: NDArray[np.uint8]) -> Future[None] | None:
         if key in self.store:
@@ -350,7 +401,7 @@ class Pager:
         for future in piece.loading:
             if not future.cancel():
                 # The slab may be reused only when no thread writes into it any more.
-                with suppress(MegatrainError):
+                with suppress(Exception):
                     wait(future, what=f"reading the {piece}")
         piece.loading = []
         slab, piece.slab = piece.slab, None

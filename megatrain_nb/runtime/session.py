@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import logging
+import os
 import threading
 import time
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from megatrain_nb.errors import ArgumentError, SessionError
@@ -22,9 +24,12 @@ from megatrain_nb.store.preflight import check_directory
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from megatrain_nb.runtime.callbacks import Callback, StepResult
+    from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.offload import OffloadedModel
     from megatrain_nb.store.base import IoRecord
     from megatrain_nb.store.preflight import Preflight
@@ -67,7 +72,7 @@ class Session:
         max_ram_bytes: int | None,
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
-        device: str | torch.device | None,
+        device: Device,
     ) -> None:
         heap.return_freed_memory()
         self._base_bytes = rss.resident_bytes()
@@ -86,10 +91,11 @@ class Session:
         self._models: list[OffloadedModel] = []
         self._closed = False
         self._peaks = {"device": 0, "ram": 0}
+        self.device = device
         self._lock = OwnerLock(preflight.path)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._lock.release)
             reclaimed = reclaim(preflight.path) if self._lock.took_over else 0
-            self.device = open_device(device, max_vram_bytes=max_vram_bytes)
             self.pool = HostPool(self.max_ram_bytes)
             self.store = DiskStore(
                 preflight.path,
@@ -97,11 +103,11 @@ class Session:
                 direct=preflight.direct,
                 on_io=self._on_io,
             )
-        except BaseException:
-            self._lock.release()
-            raise
-        self.threads = UpdateThreads()
-        warm_up()
+            undo.callback(self.store.close)
+            self.threads = UpdateThreads()
+            undo.callback(self.threads.close)
+            warm_up()
+            undo.pop_all()
         self.notes = self._find_notes(reclaimed)
         rss.reset_peak()
 
@@ -122,24 +128,26 @@ class Session:
         if self._closed:
             return
         self._closed = True
-        for model in list(self._models):
-            if model.num_steps > max(model.saved_at, 0):
-                logger.warning(
-                    "%s: closing the session discards the weights of %d training steps that were not saved",
-                    type(model.model).__name__,
-                    model.num_steps - max(model.saved_at, 0),
-                )
-            model.close("the session was closed")
-        try:
-            self.store.close(delete=True)
-        finally:
-            self.threads.close()
-            self.pool.close()
-            self.device.close()
-            self._lock.release()
-            heap.trim()
-            if _current is self:
-                _current = None
+        if _current is self:
+            _current = None
+        with ExitStack() as closing:
+            closing.callback(heap.trim)
+            closing.callback(self._lock.release)
+            closing.callback(self.device.close)
+            closing.callback(self.pool.close)
+            closing.callback(self.threads.close)
+            closing.callback(self.store.close, delete=True)
+            for model in list(self._models):
+                closing.callback(model.close, "the session was closed")
+                self._warn_unsaved(model)
+
+    def _warn_unsaved(self, model: OffloadedModel) -> None:
+        if model.executor.version != model.saved_version:
+            logger.warning(
+                "%s: closing the session discards changes of its weights that were not saved (now at step %d)",
+                model.name,
+                model.num_steps,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -160,6 +168,13 @@ class Session:
 
     # -- models -----------------------------------------------------------------------------------------
 
+    def check_in(self) -> None:
+        """Make room before a model moves in: let go of those that nobody holds any more."""
+        if any(model.deleted for model in self._models) or self._models:
+            gc.collect()
+        for model in [model for model in self._models if model.deleted]:
+            model.close("the model was deleted")
+
     def adopt(self, model: OffloadedModel) -> None:
         """Note a model that moves in."""
         self._models.append(model)
@@ -171,6 +186,28 @@ class Session:
             self._models.remove(model)
             if not self._closed:
                 model.pager.delete_all()
+
+    def plan(self) -> None:
+        """Give every model an equal share of the RAM, and let each decide what of it stays there.
+
+        Raises
+        ------
+        BudgetError
+            A share is too small.
+        """
+        share = self.max_ram_bytes // len(self._models)
+        self.pool.limit_bytes = self.max_ram_bytes
+        for model in self._models:
+            model.plan(share)
+        self.pool.trim()
+        reserved = max(model.residency.activation_bytes for model in self._models)
+        self.pool.limit_bytes = self.max_ram_bytes - reserved
+
+    def disk_room_bytes(self, model: OffloadedModel) -> int:
+        """Return the bytes that a model may have on disk beside the other models."""
+        others = sum(m.residency.disk_bytes for m in self._models if m is not model)
+        free = self.preflight.free_bytes
+        return min(free, self.max_disk_bytes or free) - others
 
     # -- what happens -------------------------------------------------------------------------------------
 
@@ -235,7 +272,9 @@ class Session:
         return Status(
             tiers=tiers,
             last_step=self.last_step,
-            models=tuple(describe_session(model) for model in self._models),
+            models=tuple(
+                describe_session(model) for model in self._models if not model.deleted
+            ),
             notes=self.notes,
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
@@ -319,6 +358,10 @@ def init(
             "lossless packing and 8, 4, 3 and 2 bit moments are to come"
         )
         raise ArgumentError(msg)
+    given: object = offload_dir
+    if not isinstance(given, str | os.PathLike) or not str(given).strip():
+        msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
+        raise ArgumentError(msg)
     sizes = {
         name: None if value is None else parse_size(value, name=name)
         for name, value in (
@@ -327,15 +370,18 @@ def init(
             ("max_disk_gb", max_disk_gb),
         )
     }
-    if _current is not None:
+    preflight = check_directory(offload_dir)
+    opened = open_device(device, max_vram_bytes=sizes["max_vram_gb"])
+    if (
+        _current is not None
+    ):  # only now: a mistyped argument must not cost the open session
         _current.close()
-    preflight = check_directory(Path(offload_dir).expanduser())
     _current = Session(
         preflight,
         max_ram_bytes=sizes["max_ram_gb"],
         max_disk_bytes=sizes["max_disk_gb"],
         max_vram_bytes=sizes["max_vram_gb"],
-        device=device,
+        device=opened,
     )
     return _current
 
@@ -359,8 +405,12 @@ def require_session() -> Session:
     return _current
 
 
+_pid = os.getpid()
+
+
 def _close_current() -> None:
-    if _current is not None:
+    # A forked child shares the files, but does not own them.
+    if _current is not None and os.getpid() == _pid:
         _current.close()
 
 

@@ -132,7 +132,7 @@ def describe_session(model: OffloadedModel) -> ModelStatus:
     """Return the numbers of one model."""
     spec, residency = model.layers.spec, model.residency
     return ModelStatus(
-        name=type(model.model).__name__,
+        name=model.name,
         num_params=spec.num_params,
         num_blocks=len(spec.blocks),
         num_steps=model.num_steps,

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from megatrain_nb.errors import ModelError
 
@@ -45,6 +47,7 @@ class _Streamed:
 
     _source: Source
     _views: tuple[_View, ...]
+    _meta: Tensor | None
 
     @classmethod
     def __torch_function__(
@@ -57,31 +60,33 @@ class _Streamed:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if not args and "tensor" in kwargs:  # as torch.nn.init passes it
-            args, kwargs = (
-                (kwargs["tensor"],),
-                {key: kwargs[key] for key in kwargs if key != "tensor"},
-            )
+            args = (kwargs["tensor"],)
+            kwargs = {key: kwargs[key] for key in kwargs if key != "tensor"}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _SPECIAL:
             return _SPECIAL[func](*args, **kwargs)
         if name in _REFUSED:
-            msg = (
-                f"{_name_of(args)}: '{name}' would give away an address, and the values are in the store; "
-                "take a copy first (p.detach().clone()), or save with mt.save_pretrained(model, dir)"
-            )
+            raise ModelError(_REFUSED[name].format(_name_of(args)))
+        if isinstance(kwargs.get("out"), _Streamed):
+            msg = f"{_name_of(args)}: out= cannot be a streamed tensor; use copy_ under torch.no_grad()"
             raise ModelError(msg)
         if name.startswith("_foreach_"):
             return _each(func, args, kwargs)
-        if func in _VIEWS and isinstance(args[0], _Streamed) and not _needs_copy(args):
+        if func in _VIEWS and not _copies(func, args):
             return _lazy_view(args[0], func, args[1:], kwargs)
-        if _changes_in_place(name) and isinstance(args[0], _Streamed):
+        if _changes_in_place(name):
             return _in_place(func, args, kwargs)
-        plain_args, plain_kwargs = torch.utils._pytree.tree_map_only(
-            _Streamed, _value, (args, kwargs)
-        )
-        return func(*plain_args, **plain_kwargs)
+        return _on_copies(func, args, kwargs)
+
+    def as_subclass(self, *_: Any) -> Any:
+        """Refuse: what is under this object are no values."""
+        raise ModelError(_ADDRESS.format(self._source.name))
+
+    def set_(self, *_: Any, **__: Any) -> Any:
+        """Refuse: the values are in the store."""
+        raise ModelError(_RESHAPED.format(self._source.name))
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._no_copy("copy.deepcopy")
@@ -109,7 +114,8 @@ def placeholder(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return a tensor of the given shape that occupies one element; a write into it is an error."""
-    return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+    value = math.nan if dtype.is_floating_point else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
 
 def stream_parameter(
@@ -125,7 +131,7 @@ def stream_parameter(
         param.data = placeholder(tuple(param.shape), param.dtype, device)
     param.__class__ = StreamedParameter
     assert isinstance(param, StreamedParameter)
-    param._source, param._views = source, ()
+    param._source, param._views, param._meta = source, (), None
     with torch._C.DisableTorchFunctionSubclass():
         param.requires_grad_(requires_grad)
     return param
@@ -133,7 +139,7 @@ def stream_parameter(
 
 def plain_parameter(param: StreamedParameter, values: Tensor) -> nn.Parameter:
     """Turn a streamed parameter back into an ordinary one that holds ``values``."""
-    del param._source, param._views
+    del param._source, param._views, param._meta
     param.__class__ = nn.Parameter  # type: ignore[assignment]
     with torch.no_grad():
         param.data = values
@@ -145,7 +151,7 @@ def streamed_tensor(
 ) -> StreamedTensor:
     """Return a tensor whose values are read from ``source`` when they are needed."""
     tensor = placeholder(shape, dtype, device).as_subclass(StreamedTensor)
-    tensor._source, tensor._views = source, ()
+    tensor._source, tensor._views, tensor._meta = source, (), None
     return tensor
 
 
@@ -159,17 +165,57 @@ def _lazy_view(
 ) -> Any:
     """Describe a view without reading anything: its shape comes from the same call on a meta tensor."""
     with torch._C.DisableTorchFunctionSubclass():
-        shape, dtype, device = tuple(base.shape), base.dtype, base.device
-    described = func(torch.empty(shape, dtype=dtype, device="meta"), *args, **kwargs)
+        meta = _meta_of(base)
+        differentiable = torch.is_grad_enabled() and base.requires_grad
+        device = base.device
+    if func in _CUTTING:
+        differentiable = False
+    described = func(meta, *args, **kwargs)
 
     def lazy(meta: Tensor, index: int | None) -> StreamedTensor:
-        view = streamed_tensor(base._source, tuple(meta.shape), dtype, device)
+        view = streamed_tensor(base._source, tuple(meta.shape), meta.dtype, device)
         view._views = (*base._views, (func, args, kwargs, index))
+        view._meta = meta
+        if differentiable:
+            _set_requires_grad(view, True)
         return view
 
     if isinstance(described, Tensor):
         return lazy(described, None)
-    return tuple(lazy(meta, index) for index, meta in enumerate(described))
+    return tuple(lazy(part, index) for index, part in enumerate(described))
+
+
+def _meta_of(tensor: Any) -> Tensor:
+    """Return a tensor without memory, with the shape, dtype and strides that the values have."""
+    meta: Tensor | None = getattr(tensor, "_meta", None)
+    if meta is not None:
+        return meta
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+
+
+def _on_copies(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a function on copies of the true values; what turns out to be a view stays lazy."""
+    plain_args, plain_kwargs = pytree.tree_map_only(_Streamed, _value, (args, kwargs))
+    result = func(*plain_args, **plain_kwargs)
+    if not (args and isinstance(args[0], _Streamed)):
+        return result
+    parts = list(result) if isinstance(result, list | tuple) else [result]
+    if not any(
+        isinstance(part, Tensor) and _shares(part, plain_args[0]) for part in parts
+    ):
+        return result
+    if result is plain_args[0]:
+        return args[0]
+    return _lazy_view(args[0], func, args[1:], kwargs)
+
+
+def _shares(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.numel() > 0
+    )
 
 
 def _through(values: Tensor, views: tuple[_View, ...]) -> Tensor:
@@ -183,12 +229,9 @@ def _through(values: Tensor, views: tuple[_View, ...]) -> Tensor:
 def _value(tensor: Any) -> Tensor:
     """Copy the true values; a gradient that would reach the copy has nowhere to go, so it is an error."""
     with tensor._source.opened(write=False) as values, torch.no_grad():
-        copy = _through(values, tensor._views).clone()
-    if (
-        torch.is_grad_enabled()
-        and isinstance(tensor, StreamedParameter)
-        and _plain(tensor, "requires_grad")
-    ):
+        copy = _through(values, tensor._views)
+        copy = copy.clone(memory_format=torch.preserve_format)
+    if torch.is_grad_enabled() and _plain(tensor, "requires_grad"):
         copy.requires_grad_()
         copy.register_hook(_refuse_gradient(tensor._source.name))
     return copy
@@ -209,18 +252,17 @@ def _in_place(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     target = args[0]
-    is_init = (
-        getattr(func, "__module__", None) == "torch.nn.init"
-    )  # these turn gradients off themselves
-    recorded = (
-        torch.is_grad_enabled()
-        and isinstance(target, StreamedParameter)
-        and not is_init
-    )
-    if recorded and _plain(target, "requires_grad"):
+    if not isinstance(target, _Streamed):
+        if isinstance(target, list | tuple):
+            msg = f"{getattr(func, '__name__', func)} would update copies; use the optimizer that mt.wrap(model) returns"
+            raise ModelError(msg)
+        return _on_copies(func, args, kwargs)
+    # torch.nn.init's functions turn gradients off themselves.
+    is_init = getattr(func, "__module__", None) == "torch.nn.init"
+    if torch.is_grad_enabled() and _plain(target, "requires_grad") and not is_init:
         msg = f"{target._source.name} requires grad: change it in place under torch.no_grad()"
         raise ModelError(msg)
-    rest = torch.utils._pytree.tree_map_only(_Streamed, _value, (args[1:], kwargs))
+    rest = pytree.tree_map_only(_Streamed, _value, (args[1:], kwargs))
     with target._source.opened(write=True) as values, torch.no_grad():
         func(_through(values, target._views), *rest[0], **rest[1])
     return target
@@ -233,19 +275,15 @@ def _each(
     name = func.__name__
     results: list[Any] = []
     for index, tensor in enumerate(args[0]):
-        one = tuple(
-            [arg[index]] if isinstance(arg, list | tuple) else arg for arg in args[1:]
-        )
+        one = [
+            [_plain_value(x[index])] if isinstance(x, list | tuple) else _plain_value(x)
+            for x in args[1:]
+        ]
         if _changes_in_place(name) and isinstance(tensor, _Streamed):
             with tensor._source.opened(write=True) as values, torch.no_grad():
                 func([_through(values, tensor._views)], *one, **kwargs)
         else:
-            result = func(
-                [_value(tensor) if isinstance(tensor, _Streamed) else tensor],
-                *one,
-                **kwargs,
-            )
-            results.extend(result or ())
+            results.extend(func([_plain_value(tensor)], *one, **kwargs) or ())
     return tuple(results) if results else None
 
 
@@ -253,6 +291,10 @@ _MOVED = (
     "{}: a streamed model keeps its device, dtype and shapes; "
     "mt.unwrap(model) gives an ordinary model that can be moved or cast"
 )
+
+
+def _plain_value(value: Any) -> Any:
+    return _value(value) if isinstance(value, _Streamed) else value
 
 
 def _set_data(tensor: Any, value: Any) -> None:
@@ -292,6 +334,11 @@ def _numpy(tensor: Any, **kwargs: Any) -> Any:
     return array
 
 
+def _as_array(tensor: Any, *args: Any, **_: Any) -> Any:
+    array = _numpy(tensor)
+    return array.astype(args[0]) if args and args[0] is not None else array
+
+
 def _plain(tensor: Any, attribute: str) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return getattr(tensor, attribute)
@@ -304,10 +351,16 @@ def _name_of(args: tuple[Any, ...]) -> str:
     )
 
 
-def _needs_copy(args: tuple[Any, ...]) -> bool:
-    """Indexing by a tensor or a list copies in torch as well, so it is not a view."""
-    indices = args[1] if len(args) > 1 and isinstance(args[1], tuple) else args[1:2]
-    return any(isinstance(index, Tensor | list) for index in indices)
+def _copies(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Indexing by a tensor, list or array copies in torch as well, so it is not a view."""
+    if func is not Tensor.__getitem__:
+        return not isinstance(args[0], _Streamed)
+    indices = args[1] if isinstance(args[1], tuple) else args[1:2]
+    return not all(
+        isinstance(index, int | slice | EllipsisType | None)
+        and not isinstance(index, bool)
+        for index in indices
+    )
 
 
 def _changes_in_place(name: str) -> bool:
@@ -330,16 +383,42 @@ _IN_PLACE_DUNDERS = {"__setitem__"} | {
         "xor",
     )
 }
-_REFUSED = {
-    "data_ptr",
-    "untyped_storage",
-    "storage",
-    "_typed_storage",
-    "share_memory_",
-    "set_",
-    "resize_",
-    "__dlpack__",
-}
+_ADDRESS = (
+    "{}: its address cannot be given away, since the values are in the store; take a copy first "
+    "(p.detach().clone()), or save with mt.save_pretrained(model, dir)"
+)
+_RESHAPED = "{}: a streamed tensor keeps its memory and shape; take a copy first (p.detach().clone())"
+_HOOKED = "{}: a gradient hook on a streamed parameter would not run; change gradients between backward and step"
+_REFUSED = (
+    dict.fromkeys(
+        [
+            "data_ptr",
+            "untyped_storage",
+            "storage",
+            "_typed_storage",
+            "share_memory_",
+            "__dlpack__",
+            "as_subclass",
+        ],
+        _ADDRESS,
+    )
+    | dict.fromkeys(
+        [
+            "set_",
+            "resize_",
+            "resize_as_",
+            "t_",
+            "transpose_",
+            "squeeze_",
+            "unsqueeze_",
+            "swapaxes_",
+            "swapdims_",
+            "as_strided_",
+        ],
+        _RESHAPED,
+    )
+    | dict.fromkeys(("register_hook", "register_post_accumulate_grad_hook"), _HOOKED)
+)
 
 
 def _methods(names: str) -> set[Any]:
@@ -365,10 +444,11 @@ _METADATA = _getters(
     "has_names is_same_size is_inference __hash__"
 )
 
+# Views that are known without reading a byte; others are found out when they run (_on_copies).
 _VIEWS = (
     _methods(
         "detach __getitem__ view view_as t transpose swapaxes permute movedim select narrow squeeze unsqueeze "
-        "flatten unflatten reshape expand chunk split unbind diagonal alias"
+        "unflatten expand chunk split unbind diagonal alias"
     )
     | _getters("data T mT")
     | {
@@ -380,18 +460,14 @@ _VIEWS = (
         torch.squeeze,
         torch.unsqueeze,
     }
-    | {
-        torch.flatten,
-        torch.reshape,
-        torch.chunk,
-        torch.split,
-        torch.unbind,
-        torch.select,
-    }
+    | {torch.chunk, torch.split, torch.unbind, torch.select}
 )
+_CUTTING = {Tensor.detach, torch.detach, _accessor("data").__get__}
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
-    _accessor("grad").__get__: lambda tensor: tensor._source.grad(),
+    _accessor("grad").__get__: lambda tensor: (
+        None if tensor._views else tensor._source.grad()
+    ),
     _accessor("grad").__set__: lambda tensor, value: tensor._source.set_grad(value),
     _accessor("grad").__delete__: lambda tensor: tensor._source.set_grad(None),
     _accessor("data").__set__: _set_data,
@@ -399,11 +475,11 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.requires_grad_: lambda tensor, requires_grad=True: _set_requires_grad(
         tensor, requires_grad
     ),
-    Tensor.is_contiguous: lambda _tensor, **_kwargs: True,
-    Tensor.contiguous: lambda tensor, **_kwargs: tensor,
-    Tensor.stride: lambda tensor, *dim: torch.empty(tensor.shape, device="meta").stride(
-        *dim
+    Tensor.is_contiguous: lambda tensor, **kwargs: _meta_of(tensor).is_contiguous(
+        **kwargs
     ),
+    Tensor.stride: lambda tensor, *dim: _meta_of(tensor).stride(*dim),
+    Tensor.__array__: _as_array,
     Tensor.to: _to,
     Tensor.cpu: lambda tensor, **kwargs: _to(tensor, "cpu", **kwargs),
     Tensor.float: lambda tensor, **kwargs: _to(tensor, torch.float32, **kwargs),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 def valid_tokens(model: nn.Module, batch: Mapping[str, Any]) -> int:
     """Count the labels that enter the loss: not -100, and shifted where the model shifts them."""
-    labels = batch.get("labels")
+    labels = batch.get("labels") if hasattr(batch, "get") else None
     if not isinstance(labels, Tensor):
         return 0
     if shifts_labels(model):
@@ -51,3 +53,31 @@ def loss_of(outputs: Any) -> Tensor | None:
         else getattr(outputs, "loss", None)
     )
     return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+class NumItems(Tensor):
+    """``num_items_in_batch`` that knows whether the model used it.
+
+    Some models (BERT, T5) take it and ignore it: their loss stays the mean over the batch's own labels.
+    """
+
+    used: bool
+
+    @classmethod
+    def of(cls, number: int) -> NumItems:
+        """Return the number as an integer tensor that has not been used."""
+        tensor = torch.tensor(number).as_subclass(cls)
+        tensor.used = False
+        return tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Note every use but a look at an attribute."""
+        if func.__name__ != "__get__":
+            for value in pytree.tree_leaves((args, kwargs)):
+                if isinstance(value, cls):
+                    value.used = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))

@@ -66,14 +66,20 @@ class Trainer(transformers.Trainer):
         self.session: Session = require_session()
         args = args or transformers.TrainingArguments("tmp_trainer", save_strategy="no")
         check_arguments(args, kwargs)
-        args.gradient_checkpointing = False  # each block is recomputed anyway
+        for name in ("gradient_checkpointing", "activation_checkpointing"):
+            if hasattr(args, name):
+                setattr(args, name, False)  # each block is recomputed anyway
         if self.session.device.torch_device.type == "cpu":
             args.dataloader_pin_memory = False  # there is nothing to pin for
         optimizer, scheduler = kwargs.pop("optimizers", (None, None)) or (None, None)
         if optimizer is not None:
             check_kind(optimizer)
+        self._made_state: Tensor | None = None
         if model is None and kwargs.get("model_init") is not None:
+            # transformers makes it here and again before training, seeded; here once, for the same numbers.
+            transformers.set_seed(args.seed)
             model = kwargs.pop("model_init")()
+            self._made_state = torch.get_rng_state()
         if isinstance(model, nn.Module) and offloaded_model(model) is None:
             offload(model, self.session)
         if optimizer is not None:
@@ -123,14 +129,24 @@ class Trainer(transformers.Trainer):
         tokens = sum(valid_tokens(model, inputs) for model, inputs, _ in window)
         self.accelerator.backward = self._take_loss
         try:
-            # The parts are added in the order in which transformers adds them to its running loss.
-            return run_window(
+            losses = run_window(
                 self.offloaded,
                 [self._compute(*micro_batch) for micro_batch in window],
                 tokens=tokens,
             )
         finally:
             del self.accelerator.backward
+        for loss in losses[:-1]:
+            self._add_to_running_loss(loss)
+        return losses[-1]
+
+    def _add_to_running_loss(self, loss: Tensor) -> None:
+        """Add a micro-batch's loss as transformers' loop does; the last one of a window it adds itself."""
+        if self.args.logging_nan_inf_filter and not torch.isfinite(loss):
+            since = 1 + self.state.global_step - self._globalstep_last_logged
+            self._tr_loss += self._tr_loss / since
+        else:
+            self._tr_loss += loss
 
     def _compute(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any
@@ -175,6 +191,9 @@ class Trainer(transformers.Trainer):
             msg = "resume_from_checkpoint: checkpoints and resume come in a later version; start again without it"
             raise ArgumentError(msg)
         self._window.clear()
+        if self._made_state is not None:
+            transformers.set_seed(self.args.seed)
+            torch.set_rng_state(self._made_state)
         if self.session.shown:  # one progress display is enough
             for display in _DISPLAYS:
                 self.remove_callback(display)

@@ -72,6 +72,7 @@ def update_all(
         Clip coefficient.
     """
     pager, threads = offloaded.pager, offloaded.session.threads
+    offloaded.check_gradients()
     tiles = deque(_tiles(offloaded, configs))
     ready: deque[_Tile] = deque()
     while tiles or ready:

@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.plan.schedule import Kind
+from megatrain_nb.runtime.call import keep_weights
 from megatrain_nb.runtime.threadstate import ThreadState
 
 if TYPE_CHECKING:
@@ -111,14 +112,24 @@ class Window:
         One for each micro-batch: calls the model and returns the loss to be summed, a scalar tensor.
     step
         Number of the step, for the random streams.
+    model
+        Give it once, to find out whether it keeps tensors of a micro-batch on its modules.
     """
 
     def __init__(
-        self, executor: Executor, computes: Sequence[Callable[[], Tensor]], *, step: int
+        self,
+        executor: Executor,
+        computes: Sequence[Callable[[], Tensor]],
+        *,
+        step: int,
+        model: nn.Module | None = None,
     ) -> None:
         self._executor = executor
         self._device = executor.device.torch_device
         self._hub = getcurrent()
+        self._attributes = (
+            _Attributes(model) if model is not None and len(computes) > 1 else None
+        )
         caller = ThreadState.current(self._device)
         streams = _streams(self._device, caller, len(computes), step)
         self._batches = [
@@ -181,6 +192,8 @@ class Window:
             else batch.greenlet.switch(value)
         )
         batch.state = ThreadState.current(self._device)
+        if self._attributes is not None:
+            self._attributes.check(batch.index)
         batch.waiting = None
         if not batch.greenlet.dead:
             batch.waiting = result
@@ -192,7 +205,9 @@ class Window:
         ):
             msg = f"micro-batch {batch.index} must give a scalar loss that depends on the weights, not {_describe(result)}"
             raise ModelError(msg)
-        batch.loss = result
+        # The part between the last block and the loss goes back at once, and its memory with it.
+        flow([result], [None])
+        batch.loss = result.detach()
 
     def _forward_block(self) -> None:
         """Run the block that the first waiting micro-batch asks for, for all that ask for it."""
@@ -211,9 +226,6 @@ class Window:
                 result = self._forward_call(batch, bound, keep=turning)
                 self._resume(batch, result)
                 del result
-                if batch.loss is not None:
-                    flow([batch.loss], [None])
-                    batch.loss = batch.loss.detach()
                 while batch.loss is not None and turning and batch.top_block() is block:
                     self._backward_call(batch, bound)
                 for call in batch.calls:
@@ -229,7 +241,9 @@ class Window:
         batch.state.restore(self._device)
         with bound:
             if isinstance(call, _Visit):
-                result = call.block.forward(*call.args, **call.kwargs)
+                result = keep_weights(
+                    call.block, call.block.forward(*call.args, **call.kwargs)
+                )
             else:
                 call.run(keep=keep)
                 result = call.result(call.outputs)
@@ -254,6 +268,42 @@ class Window:
         with bound:
             inputs = call.backward(grads)
         batch.leave(inputs)
+
+
+class _Attributes:
+    """Finds tensors that a forward keeps on modules: layer-major order would mix the micro-batches' ones."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._named = [(name, module) for name, module in model.named_modules()]
+        self._written: dict[tuple[str, str], tuple[int, Tensor]] = {}
+        self._seen = self._all()
+
+    def check(self, batch: int) -> None:
+        """Compare with the last look; a value that another micro-batch wrote must not have changed."""
+        now = self._all()
+        for key, value in now.items():
+            if self._seen.get(key) is value:
+                continue
+            writer, before = self._written.get(key, (batch, value))
+            if writer != batch and not (
+                before.shape == value.shape and torch.equal(before, value)
+            ):
+                msg = (
+                    f"{key[0] or 'the model'} keeps a tensor of its micro-batch in .{key[1]}; taken layer by layer, "
+                    "the micro-batches of a step would see each other's. Call the model with one micro-batch per "
+                    "step, or in a plain loop (loss.backward() for each)"
+                )
+                raise ModelError(msg)
+            self._written[key] = (batch, value)
+        self._seen = now
+
+    def _all(self) -> dict[tuple[str, str], Tensor]:
+        return {
+            (name, key): value
+            for name, module in self._named
+            for key, value in vars(module).items()
+            if isinstance(value, Tensor)
+        }
 
 
 def flow(tensors: list[Tensor], grads: list[Tensor | None]) -> None:

@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, ModelError
+from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
-from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind
+from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind, check_max_norm
 from megatrain_nb.runtime.session import require_session
-from megatrain_nb.runtime.tokens import loss_of, takes_num_items, valid_tokens
+from megatrain_nb.runtime.tokens import (
+    NumItems,
+    loss_of,
+    takes_num_items,
+    valid_tokens,
+)
 from megatrain_nb.runtime.window import Window
 
 if TYPE_CHECKING:
@@ -61,8 +67,16 @@ def wrap(
         It does not fit.
     """
     session = require_session()
+    given: object = model
+    if not isinstance(given, nn.Module):
+        msg = f"model={given!r} is not a torch.nn.Module"
+        raise ArgumentError(msg)
+    check_max_norm(max_grad_norm)
     if optimizer is not None:
         check_kind(optimizer)
+        if (lr, betas, eps, weight_decay) != (1e-3, (0.9, 0.999), 1e-8, 1e-2):
+            msg = "lr, betas, eps and weight_decay are those of the optimizer that you give; leave them out"
+            raise ArgumentError(msg)
     offloaded = offloaded_model(model)
     if offloaded is None:
         offloaded = offload(model, session)
@@ -123,6 +137,7 @@ def train_step(
         The model gives no loss.
     """
     offloaded = _require(model)
+    offloaded.executor.check_usable()
     if not micro_batches:
         msg = "train_step needs at least one micro-batch"
         raise ArgumentError(msg)
@@ -137,15 +152,17 @@ def train_step(
         [partial(loss_fn, model, batch) for batch in micro_batches],
         tokens=tokens,
     )
-    optimizer.step()
-    optimizer.zero_grad()
+    try:
+        optimizer.step()
+    finally:
+        optimizer.zero_grad()
     assert offloaded.last_step is not None
     return offloaded.last_step
 
 
 def run_window(
     offloaded: OffloadedModel, computes: Sequence[Callable[[], Tensor]], *, tokens: int
-) -> Tensor:
+) -> list[Tensor]:
     """Run forward and backward of a window; after an error or interrupt no gradient of it is left.
 
     Parameters
@@ -159,23 +176,26 @@ def run_window(
 
     Returns
     -------
-    Tensor
-        The window's loss: the micro-batches' parts, added in their order.
+    list
+        Each micro-batch's part of the window's loss, detached.
     """
     executor = offloaded.executor
     executor.check_usable()
     offloaded.begin_step()
     try:
-        losses = Window(executor, computes, step=offloaded.num_steps).run()
+        with interrupts_wait(executor.stop):
+            first = offloaded.model if offloaded.num_steps == 0 else None
+            losses = Window(
+                executor, computes, step=offloaded.num_steps, model=first
+            ).run()
     except BaseException:
         executor.abort()
         executor.drop_gradients()
         offloaded.forget_step()
         raise
     executor.rest()
-    loss: Tensor = sum(losses[1:], start=losses[0])
-    offloaded.note_loss(loss, tokens)
-    return loss
+    offloaded.note_loss(sum(losses[1:], start=losses[0]), tokens)
+    return losses
 
 
 def _own_loss(
@@ -183,9 +203,12 @@ def _own_loss(
 ) -> Tensor:
     """Return the micro-batch's part of the window's loss."""
     if takes_num_items(model) and tokens:
-        outputs = model(**batch, num_items_in_batch=torch.tensor(tokens))
-        return _loss(model, outputs)
-    loss = _loss(model, model(**batch))
+        number = NumItems.of(tokens)
+        loss = _loss(model, model(**batch, num_items_in_batch=number))
+        if number.used:
+            return loss
+    else:
+        loss = _loss(model, model(**batch))
     if tokens:  # the model takes the mean over its own tokens: weigh it by their share
         return loss * (valid_tokens(model, batch) / tokens)
     return loss / count

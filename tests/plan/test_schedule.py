@@ -66,16 +66,19 @@ def test_blocks_compute_in_order_after_they_are_read(
 ) -> None:
     spec, order, depth = plan
     loaded: set[int] = set()
+    ahead: list[int] = []  # read, and not yet computed
     computed = []
     for action in make_schedule(spec, order, kind, depth=depth):
         packs = set(spec.blocks[action.block].packs)
         if action.kind is Kind.READ:
             loaded |= packs
+            ahead.append(action.block)
         elif action.kind is Kind.FREE:
-            loaded -= packs
+            loaded -= packs - {p for block in ahead for p in spec.blocks[block].packs}
         else:
             assert action.kind is kind
             assert packs <= loaded
+            ahead.remove(action.block)
             computed.append(action.block)
     assert computed == order
 

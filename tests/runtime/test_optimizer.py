@@ -98,7 +98,6 @@ def test_a_scheduler_made_before_wrap_works_or_is_refused(tmp_path: Path) -> Non
     with opened(tmp_path):
         _, optimizer = mt.wrap(streamed, old)
         plain_step(streamed, optimizer, 0)
-        old.step()  # or the scheduler warns
         try:
             scheduler.step()
         except mt.MegatrainError:
@@ -145,7 +144,10 @@ def test_two_optimizers_of_one_model(tmp_path: Path) -> None:
                     return
             loss_of(model, batch(0)).backward()
             for optimizer in pair:
-                optimizer.step()
+                try:
+                    optimizer.step()
+                except mt.ModelError:
+                    return  # one optimizer for each model: the first was replaced
                 optimizer.zero_grad()
         for name, value in snapshot(plain).items():
             torch.testing.assert_close(
@@ -177,11 +179,8 @@ def test_zero_grad_with_zeros(tmp_path: Path) -> None:
     streamed = seeded(TinyLM)
     with opened(tmp_path):
         _, optimizer = mt.wrap(streamed)
-        plain_step(streamed, optimizer, 0)
-        try:
-            optimizer.zero_grad(set_to_none=False)
-        except mt.MegatrainError:
-            return
+        loss_of(streamed, batch(0)).backward()
+        optimizer.zero_grad(set_to_none=False)
         before = snapshot(streamed)
         optimizer.step()
         assert differing(before, snapshot(streamed)) != []

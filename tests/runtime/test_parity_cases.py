@@ -401,6 +401,18 @@ def test_values_written_by_unusual_ways_arrive_or_are_refused(
     assert torch.equal(param.detach().clone(), expected)
 
 
+def test_a_gradient_that_was_read_dropped_and_set(session: Session) -> None:
+    model, optimizer = mt.wrap(make_model("llama"))
+    model(**make_batch("llama", 0)).loss.backward()
+    param = model.get_parameter("lm_head.weight")
+    assert param.grad is not None
+    param.grad.clone()
+    optimizer.zero_grad()
+    assert gradients(model) == {}
+    param.grad = torch.ones(tuple(param.shape))
+    assert float(param.grad.sum()) == param.numel()
+
+
 def test_torchs_own_clipping_in_a_plain_loop(session: Session) -> None:
     model = make_model("llama")
     windows = [make_window("llama", step, 2) for step in range(3)]
@@ -585,7 +597,8 @@ class Skips(nn.Module):
         entropy: Tensor = nn.functional.cross_entropy(
             logits.flatten(0, 1), ids.flatten()
         )
-        return entropy + 0.1 * middle.pow(2).mean() + 0.01 * scaled.mean()
+        total: Tensor = entropy + 0.1 * middle.pow(2).mean() + 0.01 * scaled.mean()
+        return total
 
 
 class Joined(nn.Module):
