@@ -147,15 +147,16 @@ def train_step(
     tokens = sum(valid_tokens(model, batch) for batch in micro_batches)
     if loss_fn is None:
         loss_fn = partial(_own_loss, tokens=tokens, count=len(micro_batches))
-    run_window(
-        offloaded,
-        [partial(loss_fn, model, batch) for batch in micro_batches],
-        tokens=tokens,
-    )
-    try:
-        optimizer.step()
-    finally:
-        optimizer.zero_grad()
+    with interrupts_wait(offloaded.executor.stop):
+        run_window(
+            offloaded,
+            [partial(loss_fn, model, batch) for batch in micro_batches],
+            tokens=tokens,
+        )
+        try:
+            optimizer.step()
+        finally:
+            optimizer.zero_grad()
     assert offloaded.last_step is not None
     return offloaded.last_step
 

@@ -93,9 +93,6 @@ def test_weights_come_first_and_the_last_blocks_before() -> None:
     assert not plan.states
 
 
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="format_bytes rounds the minimum down"
-)
 @given(specs)
 def test_the_minimum_in_the_message_is_enough(spec: ModelSpec) -> None:
     with pytest.raises(BudgetError) as error:
@@ -105,11 +102,6 @@ def test_the_minimum_in_the_message_is_enough(spec: ModelSpec) -> None:
     assert plan_for(spec, parse_size(named[1])) is not None
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="for a small model streaming asks for more than the whole state takes; the message names that",
-)
 def test_the_minimum_in_the_message_is_the_minimum() -> None:
     spec = make_spec([4096])
     assert plan_for(spec, spec.state_bytes) is not None

@@ -94,11 +94,6 @@ def test_at_most_depth_blocks_are_read_ahead(
         assert 0 <= ahead <= depth + 1
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="FREE is left out for the whole block if the next one shares a pack: its other packs stay for ever",
-)
 @given(plans())
 def test_everything_is_freed_in_the_end(
     plan: tuple[ModelSpec, list[int], int],

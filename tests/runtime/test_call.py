@@ -125,14 +125,10 @@ class SharedInside(TinyLM):
 
 
 @both_ways
-@bug(
-    reason="an output that shares the block's weights is used after their slab went to another block",
-)
 def test_a_block_that_returns_its_own_weights(tmp_path: Path, window: bool) -> None:
     true_or_refused(WeightsOut, tmp_path, window=window)
 
 
-@bug(reason="the same, without gradients")
 def test_a_block_that_returns_its_own_weights_without_gradients(tmp_path: Path) -> None:
     plain = seeded(WeightsOut)
     streamed = copy.deepcopy(plain)
@@ -142,7 +138,6 @@ def test_a_block_that_returns_its_own_weights_without_gradients(tmp_path: Path) 
 
 
 @both_ways
-@bug(reason="the block gets a copy of the list, so what it appends is lost")
 def test_a_block_that_appends_to_a_list_it_is_given(
     tmp_path: Path, window: bool
 ) -> None:
@@ -150,7 +145,6 @@ def test_a_block_that_appends_to_a_list_it_is_given(
 
 
 @both_ways
-@bug(reason="backward does not look whether its inputs are still the same")
 def test_an_input_that_changes_in_place_after_the_block(
     tmp_path: Path, window: bool
 ) -> None:
@@ -158,18 +152,7 @@ def test_an_input_that_changes_in_place_after_the_block(
 
 
 @both_ways
-@pytest.mark.parametrize(
-    "registered",
-    [
-        pytest.param(
-            False,
-            marks=bug(
-                reason="the inner block's schedule frees the weights of the outer one, which still computes"
-            ),
-        ),
-        True,  # refused since its parameters are bound twice, with a message that names another cause
-    ],
-)
+@pytest.mark.parametrize("registered", [False, True])
 def test_a_block_called_inside_another_one(
     tmp_path: Path, window: bool, registered: bool
 ) -> None:
@@ -206,9 +189,6 @@ class StashesActivations(StashesWeights):
 
 
 @both_ways
-@bug(
-    reason="the gradient lands in the temporary parameter of the first run and is dropped with it",
-)
 def test_a_parameter_that_escapes_through_an_attribute(
     tmp_path: Path, window: bool
 ) -> None:
@@ -280,7 +260,6 @@ def test_hooks_inside_and_on_blocks_see_the_true_values(
 @pytest.mark.parametrize(
     "kind", ["register_hook", "register_post_accumulate_grad_hook"]
 )
-@bug(reason="hooks of a parameter are silently dropped with its old tensor")
 def test_gradient_hooks_of_parameters_work_or_are_refused(
     tmp_path: Path, where: str, kind: str
 ) -> None:
@@ -321,7 +300,6 @@ class Counts(TinyLM):
 
 
 @both_ways
-@bug(reason="running the block again changes its buffers a second time")
 def test_buffers_change_once_a_step(tmp_path: Path, window: bool) -> None:
     plain = seeded(Counts)
     streamed = copy.deepcopy(plain)
@@ -351,15 +329,8 @@ class Drops(TinyLM):
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_dropout_draws_the_same_mask_again(
-    tmp_path: Path, mode: str, request: pytest.FixtureRequest
-) -> None:
+def test_dropout_draws_the_same_mask_again(tmp_path: Path, mode: str) -> None:
     """In the second case the model is switched between forward and backward."""
-    if mode == "eval":
-        reason = (
-            "backward runs the block in the mode of that moment, not of the forward"
-        )
-        request.applymarker(bug(reason=reason))
     plain = seeded(Drops)
     streamed = copy.deepcopy(plain)
     with opened(tmp_path):
@@ -512,7 +483,6 @@ class FromEmbeddings(TinyLM):
         return logits
 
 
-@bug(reason="parameters get gradients, which autograd.grad must not give them")
 def test_autograd_grad_leaves_parameters_alone(tmp_path: Path) -> None:
     model = seeded(FromEmbeddings)
     with opened(tmp_path):
@@ -525,7 +495,6 @@ def test_autograd_grad_leaves_parameters_alone(tmp_path: Path) -> None:
         assert model.head.weight.grad is None
 
 
-@bug(reason="the second derivative is silently taken as zero")
 def test_second_derivatives_are_right_or_refused(tmp_path: Path) -> None:
     plain = seeded(FromEmbeddings)
     streamed = copy.deepcopy(plain)
@@ -560,12 +529,8 @@ def test_backward_with_inputs_is_right_or_refused(tmp_path: Path) -> None:
     "use", ["functional", "transposed", "matmul-t", "rows", "unsqueezed", "viewed"]
 )
 def test_a_weight_used_outside_its_module(
-    tmp_path: Path, window: bool, use: str, request: pytest.FixtureRequest
+    tmp_path: Path, window: bool, use: str
 ) -> None:
-    if use != "functional":
-        reason = "a view of a parameter is read without gradient: the parameter's share is lost"
-        request.applymarker(bug(reason=reason))
-
     class Model(TinyLM):
         def forward(self, ids: Tensor) -> Tensor:
             x = self.embed(ids)

@@ -15,7 +15,6 @@ from megatrain_nb.runtime import session as session_module
 from megatrain_nb.runtime.device import HostDevice, SlotDevice, open_device
 from tests.runtime.common import (
     TinyLM,
-    bug,
     differing,
     opened,
     plain_step,
@@ -52,11 +51,7 @@ def test_the_twin_trains_bit_equal(
     disk: bool,
     tied: bool,
     twin: Any,
-    request: pytest.FixtureRequest,
 ) -> None:
-    if tied and window:
-        reason = "one ulp: the second use of a tied weight starts from zero on the device, and is added in RAM"
-        request.applymarker(bug(reason=reason))
     model = seeded(lambda: TinyLM(tied=tied))
     expected = trained(tmp_path, copy.deepcopy(model), window=window, disk=disk)
     device = twin()
@@ -82,11 +77,6 @@ def test_the_device_budget_is_kept(tmp_path: Path, twin: Any) -> None:
     assert 0 < max(peaks) <= 20_480
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=mt.ArgumentError,
-    reason="a budget that is too small is a BudgetError",
-)
 def test_too_small_a_device_budget(tmp_path: Path, twin: Any) -> None:
     twin(5_000)
     model = seeded(TinyLM)

@@ -13,7 +13,6 @@ import megatrain_nb as mt
 from megatrain_nb.runtime import export
 from tests.runtime.common import (
     TinyLM,
-    bug,
     differing,
     opened,
     seeded,
@@ -81,9 +80,6 @@ def test_a_failed_save_leaves_the_earlier_one(
     assert [path.name for path in (tmp_path / "m").iterdir()] == ["model.safetensors"]
 
 
-@bug(
-    reason="the step was saved before the failing save: nothing warns that later steps were not"
-)
 def test_closing_warns_of_steps_that_were_not_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,6 @@ from megatrain_nb.runtime.layers import cut
 from tests.runtime.common import (
     Layer,
     TinyLM,
-    bug,
     loss_of,
     opened,
     seeded,
@@ -76,7 +75,6 @@ def test_no_parameters() -> None:
         cut(nn.ReLU())
 
 
-@bug(reason="unwrap deletes the module's own instance attribute 'forward'")
 def test_a_forward_that_the_user_replaced_is_back_after_unwrap(tmp_path: Path) -> None:
     model = seeded(TinyLM)
 

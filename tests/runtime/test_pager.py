@@ -15,7 +15,7 @@ from megatrain_nb.plan.model import PackSpec, pack_params
 from megatrain_nb.runtime.pager import Pager, What
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
-from tests.runtime.common import TinyLM, bug, opened, seeded, window_step, wrapped
+from tests.runtime.common import TinyLM, opened, seeded, window_step, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -124,9 +124,6 @@ class LateGive(HostPool):
         super().give(slab)
 
 
-@bug(
-    reason="waits for the write, not for the slab: it may not be back yet when the write is done"
-)
 def test_a_slab_that_comes_back_late(store: DiskStore) -> None:
     pager = make_pager(store, pieces=1, pool=LateGive(PIECE))
     try:
@@ -138,7 +135,6 @@ def test_a_slab_that_comes_back_late(store: DiskStore) -> None:
         time.sleep(0.2)
 
 
-@bug(reason="the same for the barrier: a new, lower limit is refused")
 def test_a_barrier_ends_when_the_slabs_are_back(store: DiskStore) -> None:
     pager = make_pager(store, pieces=2, pool=LateGive(2 * PIECE))
     try:

@@ -23,7 +23,6 @@ from megatrain_nb.store.tilefile import TileFile
 from tests.runtime.common import (
     TinyLM,
     batch,
-    bug,
     differing,
     loss_of,
     micro_batches,
@@ -75,17 +74,11 @@ def test_cuda_without_a_gpu(tmp_path: Path) -> None:
     "arguments",
     [{"device": "gpu"}, {"device": 3.5}, {"offload_dir": 123}, {"offload_dir": None}],
 )
-@pytest.mark.xfail(
-    strict=True,
-    raises=(TypeError, RuntimeError),
-    reason="an error of torch or pathlib, not ours; says nothing of what is allowed",
-)
 def test_bad_arguments_of_another_type(tmp_path: Path, arguments: Any) -> None:
     with pytest.raises(mt.ArgumentError):
         mt.init(**({"offload_dir": tmp_path} | arguments))
 
 
-@pytest.mark.xfail(strict=True, reason="'' is the working directory")
 def test_an_empty_directory_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +115,6 @@ def test_a_second_init_closes_the_first(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@bug(
-    reason="the open session, and the model in it, is closed before the new arguments are looked at"
-)
 def test_a_second_init_that_fails_leaves_the_first(tmp_path: Path) -> None:
     with mt.init(tmp_path / "a") as first:
         with pytest.raises(mt.ArgumentError):
@@ -157,11 +147,6 @@ def test_too_little_ram_is_an_error_before_anything_is_allocated(
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3, 6])
-@pytest.mark.xfail(
-    strict=False,
-    raises=mt.BudgetError,
-    reason="the figure is rounded, here and there down",
-)
 def test_the_minimum_that_the_error_names_works(tmp_path: Path, layers: int) -> None:
     def make() -> Any:
         return seeded(lambda: TinyLM(num_layers=layers))
@@ -194,9 +179,6 @@ def test_too_little_disk_is_an_error_before_training(tmp_path: Path) -> None:
         mt.wrap(seeded(TinyLM))
 
 
-@bug(
-    reason="moving in needs the weights only; gradients and moments are found missing in the first step"
-)
 def test_disk_for_the_whole_state_is_checked_before_training(tmp_path: Path) -> None:
     with opened(tmp_path, max_disk_gb="70 kB"):
         try:
@@ -209,9 +191,6 @@ def test_disk_for_the_whole_state_is_checked_before_training(tmp_path: Path) -> 
             raise AssertionError(error) from error
 
 
-@bug(
-    reason="each model is planned as if it were alone: the update fails half-way and the model is lost"
-)
 def test_two_models_share_the_budget(tmp_path: Path) -> None:
     def make() -> Any:
         return seeded(lambda: TinyLM(num_layers=12))
@@ -277,11 +256,6 @@ def test_use_after_close(tmp_path: Path, use: Callable[[Any, Any], Any]) -> None
     ],
     ids=["zero_grad", "train_step"],
 )
-@pytest.mark.xfail(
-    strict=True,
-    raises=mt.MegatrainError,
-    reason="with pending gradients: a StoreError, and 'gradients are pending'",
-)
 def test_use_after_close_with_pending_gradients(tmp_path: Path, use: Any) -> None:
     with opened(tmp_path):
         model, optimizer = wrapped(seeded(TinyLM))
@@ -304,9 +278,6 @@ def test_an_exception_inside_with_closes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@bug(
-    reason="the session holds the model: a re-run cell costs its whole state, each time"
-)
 def test_a_model_that_nobody_holds_is_given_back(tmp_path: Path) -> None:
     with opened(tmp_path, disk=False) as session:
         for _ in range(2):
@@ -357,7 +328,6 @@ def test_what_a_killed_process_left_is_reclaimed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@bug(reason="a forked child that ends deletes the files of its parent")
 def test_a_forked_child_deletes_nothing(tmp_path: Path) -> None:
     found = run_python(
         tmp_path,
@@ -455,9 +425,6 @@ def test_stop_in_the_middle_of_a_window(tmp_path: Path, kind: str, name: str) ->
         assert differing(after, snapshot(model, optimizer)) == []
 
 
-@bug(
-    reason="the request stays until resume() is called: every later call is interrupted"
-)
 def test_a_stop_stops_once(tmp_path: Path) -> None:
     stopped = 0
     with opened(tmp_path) as session:
@@ -535,11 +502,6 @@ def interrupt_often(
     return wrong
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="the runtime's own records are not safe against SIGINT (a user count, a slab, a bound parameter "
-    "is lost), and after an update that was waited for the gradients are still pending",
-)
 @pytest.mark.parametrize("seed", range(3))
 def test_interrupts_at_random_moments(tmp_path: Path, seed: int) -> None:
     assert interrupt_often(tmp_path, seed, 20) == []
@@ -551,11 +513,6 @@ class InterruptsIn(mt.Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=mt.ArgumentError,
-    reason="the step is whole, but its gradients are pending: the next step is refused",
-)
 def test_an_interrupt_during_the_update(tmp_path: Path) -> None:
     with opened(tmp_path) as session:
         model, optimizer = wrapped(seeded(TinyLM))
@@ -609,9 +566,6 @@ def test_an_io_error_is_one_clear_error(
             assert "must not be used" in str(error)  # noqa: PT017
 
 
-@bug(
-    reason="a failed write is told once; then the old value, or what the slab held, is taken for the weights"
-)
 def test_a_failed_write_of_weights_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -649,11 +603,6 @@ class Broken(mt.Callback):
             raise RuntimeError(msg)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RuntimeError,
-    reason="_forget_slab waits for a read that was given up and lets its error out: abort() and close() stop there",
-)
 def test_a_callback_that_raises_reaches_the_caller(tmp_path: Path) -> None:
     with opened(tmp_path) as session:
         model, optimizer = wrapped(seeded(TinyLM))
@@ -664,9 +613,6 @@ def test_a_callback_that_raises_reaches_the_caller(tmp_path: Path) -> None:
         window_step(model, optimizer, 0)
 
 
-@bug(
-    reason="close gives up at the first error: threads, file and lock stay, and a second close does nothing"
-)
 def test_an_error_while_closing_does_not_stop_it(tmp_path: Path) -> None:
     session = mt.init(tmp_path, max_ram_gb=0.1)
     session.max_resident_bytes = 0

@@ -113,7 +113,6 @@ def test_reading(pair: Pair, read: str) -> None:
     ],
     ids=["stride", "is_contiguous", "dtype of bits", "grad of a view"],
 )
-@bug(reason="a lazy view answers for the whole parameter, or for a contiguous tensor")
 def test_facts_about_views(pair: Pair, fact: Callable[[Any], Any]) -> None:
     for model in pair:
         loss_of(model, batch(0)).backward()
@@ -157,17 +156,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize(
     "write",
-    [
-        pytest.param(
-            write,
-            marks=[
-                bug(reason="view_as(tensor) is taken for an index: the write is lost")
-            ]
-            if write == "init.orthogonal_"
-            else [],
-        )
-        for write in WRITES
-    ],
+    list(WRITES),
 )
 def test_writing(pair: Pair, write: str) -> None:
     plain, streamed = pair
@@ -202,9 +191,6 @@ LOST: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("view", LOST)
-@bug(
-    reason="a view that is not in the list becomes a copy, and the write into it is lost"
-)
 def test_writing_through_other_views(pair: Pair, view: str) -> None:
     for model in pair:
         with torch.no_grad():
@@ -215,7 +201,6 @@ def test_writing_through_other_views(pair: Pair, view: str) -> None:
     assert torch.equal(pair[1].head.weight, pair[0].head.weight)
 
 
-@bug(reason="np.asarray gives a writeable copy")
 def test_writing_through_asarray(pair: Pair) -> None:
     for model in pair:
         try:
@@ -225,7 +210,6 @@ def test_writing_through_asarray(pair: Pair) -> None:
     assert torch.equal(pair[1].head.weight, pair[0].head.weight)
 
 
-@bug(reason="'out=' is written into a copy")
 def test_writing_through_out(pair: Pair) -> None:
     for model in pair:
         with torch.no_grad():
@@ -246,9 +230,6 @@ def test_writing_through_out(pair: Pair) -> None:
     ],
     ids=["contiguous", "reshape", "flatten", "numpy index"],
 )
-@bug(
-    reason="what is a copy in torch is taken for a view of the store, or reads back old values"
-)
 def test_copies_are_not_the_parameter(pair: Pair, make: Callable[[Any], Any]) -> None:
     results = []
     for model in pair:
@@ -260,7 +241,6 @@ def test_copies_are_not_the_parameter(pair: Pair, make: Callable[[Any], Any]) ->
     assert torch.equal(results[1], results[0])
 
 
-@bug(reason="in-place changes of the shape are lost")
 def test_changing_the_shape_in_place(pair: Pair) -> None:
     streamed = pair[1]
     with torch.no_grad():
@@ -274,13 +254,17 @@ def test_changing_the_shape_in_place(pair: Pair) -> None:
 @pytest.mark.parametrize(
     "escape",
     [
-        lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p)),  # type: ignore[attr-defined]
+        pytest.param(
+            lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p)),  # type: ignore[attr-defined]
+            marks=bug(
+                reason="a C function that asks nobody: the placeholder's NaN get out"
+            ),
+        ),
         lambda p: p.as_subclass(Tensor),
         lambda p: p.set_(torch.ones(31, 16)) is None,
     ],
     ids=["to_dlpack", "as_subclass", "set_"],
 )
-@bug(reason="the placeholder's NaN get out")
 def test_no_way_to_the_placeholder(pair: Pair, escape: Callable[[Any], Any]) -> None:
     try:
         found = escape(pair[1].head.weight.detach())
@@ -431,11 +415,6 @@ def test_averages_of_weights(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("to", ["plain", "streamed"])
-@pytest.mark.xfail(
-    strict=True,
-    raises=RecursionError,
-    reason="_foreach_ functions of two lists never end",
-)
 def test_foreach_functions_of_two_lists(pair: Pair, to: str) -> None:
     plain, streamed = pair
     a, b = [plain.norm.weight.detach()], [streamed.norm.weight]
@@ -452,16 +431,8 @@ def _adamw(params: Any, **kwargs: Any) -> Any:
     [
         lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
         _adamw,
-        pytest.param(
-            lambda params: _adamw(params, fused=True),
-            marks=bug(reason="fused steps change copies: nothing is learned"),
-        ),
-        pytest.param(
-            lambda params: _adamw(params, foreach=True),
-            marks=pytest.mark.xfail(
-                strict=True, raises=RecursionError, reason="_foreach_ of two lists"
-            ),
-        ),
+        lambda params: _adamw(params, fused=True),
+        lambda params: _adamw(params, foreach=True),
     ],
     ids=["sgd", "adamw", "adamw fused", "adamw foreach"],
 )

@@ -92,7 +92,6 @@ def test_a_model_on_the_meta_device(tmp_path: Path) -> None:
         mt.wrap(model)
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="not looked at")
 def test_what_is_no_model(tmp_path: Path) -> None:
     with opened(tmp_path), pytest.raises(mt.MegatrainError):
         mt.wrap("model")  # type: ignore[arg-type]
