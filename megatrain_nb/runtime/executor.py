@@ -94,6 +94,7 @@ class Executor:
         device: Device,
         on_span: Callable[[Span], None],
         stop: threading.Event,
+        relieve: Callable[[], None],
     ) -> None:
         self.layers = layers
         self.pager = pager
@@ -107,6 +108,7 @@ class Executor:
         self.inside: Block | None = None
         self.unusable = ""
         self.stop = stop
+        self._relieve = relieve
         self._on_span = on_span
         self._actions: deque[Action] = deque()
         self._loaded: dict[int, Tensor] = {}
@@ -198,6 +200,7 @@ class Executor:
             self._on_span(
                 Span(kind=str(kind), name=block.name, start_s=start, end_s=end)
             )
+        self._relieve()
 
     def is_last(self, block: Block) -> bool:
         """Whether the forward in progress is expected to end with this call of the block."""

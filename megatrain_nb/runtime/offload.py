@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import BudgetError, ModelError, SessionError, StoreError
 from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
+from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.executor import Executor, part_of
 from megatrain_nb.runtime.export import save_pretrained
@@ -129,6 +130,7 @@ class OffloadedModel:
             device=session.device,
             on_span=session.on_span,
             stop=session.stop_event,
+            relieve=self.relieve,
         )
         self.device = session.device.torch_device
         self.steps: dict[nn.Parameter, int] = {}
@@ -292,6 +294,13 @@ class OffloadedModel:
                 f"{format_bytes(1.005 * needed)} there; raise max_disk_gb, free some space, or raise max_ram_gb"
             )
             raise BudgetError(msg)
+
+    def relieve(self) -> None:
+        """At a block's border: give memory back if more is taken than was set aside."""
+        if self.session.other_bytes() > self._reserved:
+            heap.trim()
+            if self.session.other_bytes() > self._reserved:
+                self.learn()
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""

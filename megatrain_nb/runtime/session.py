@@ -245,6 +245,10 @@ class Session:
         for callback in self.callbacks:
             callback.on_step_end(result)
 
+    def other_bytes(self) -> int:
+        """Return the RAM that everything but the pool takes now, above the session's start."""
+        return max(0, rss.resident_bytes() - self._base_bytes - self.pool.mapped_bytes)
+
     def other_peak_bytes(self) -> int:
         """Return the most RAM that everything but the pool took since the last call, above the session's start."""
         peak = rss.peak_bytes()
