@@ -58,10 +58,10 @@ def test_init_opens_and_returns_a_session(
 def test_variables_and_home_are_expanded(
     shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("HOME", "/data/ada")
     shell.user_ns.update(where="~/my runs", ram="3GB")
     run(shell, "s = %megatrain init --offload-dir '{where}' --max-ram $ram")
-    assert str(fake.current.options["offload_dir"]) == "/home/ada/my runs"
+    assert str(fake.current.options["offload_dir"]) == "/data/ada/my runs"
     assert fake.current.options["max_ram_gb"] == "3GB"
 
 
