@@ -296,6 +296,12 @@ class Executor:
         self._ahead.clear()
         self._settle_unneeded(())
 
+    def weights_change(self) -> None:
+        """Note that weights are about to change outside an update; copies on a device are stale then."""
+        self.version += 1
+        if self.window is None and self.inside is None:
+            self.rest()
+
     # -- parameters in modules --------------------------------------------------------------------------
 
     def _plain_parameters(

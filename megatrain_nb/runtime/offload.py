@@ -65,7 +65,7 @@ class PieceSource:
         """Give a plain tensor over the values for a moment."""
         self._offloaded.executor.check_usable()
         if write and self._what is What.WEIGHTS:
-            self._offloaded.executor.version += 1
+            self._offloaded.executor.weights_change()
         with self._offloaded.pager.opened(
             self._home.pack.index, self._what, write=write
         ) as flat:
