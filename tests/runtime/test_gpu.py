@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain_nb as mt
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.gpu
 CONFIG = LlamaConfig(
@@ -34,7 +37,8 @@ def test_training_on_cuda_is_that_of_plain_pytorch(
 ) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG)
-    plain = copy.deepcopy(model).cuda()
+    plain = copy.deepcopy(model)
+    torch.nn.Module.cuda(plain)
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     window_batches = batches(3)
     tokens = sum(x["labels"][:, 1:].numel() for x in window_batches)
