@@ -20,7 +20,6 @@ def through_autograd(executor: Executor, call: BlockCall) -> Any:
     """Run a block so that ``loss.backward()`` comes back through it."""
     with executor.running(call.block, Kind.FORWARD) as bound, bound:
         call.run(keep=False)
-    executor.note_activations(call)
     if not any(x.requires_grad for x in call.outputs):
         return call.result(call.outputs)
     # Without an input that wants a gradient (token ids), this keeps the node in the graph.

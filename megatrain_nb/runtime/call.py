@@ -54,8 +54,6 @@ class BlockCall:
         The input tensors that want a gradient.
     outputs
         After `run`: detached output tensors, recorded ones last; those that had a graph require grad.
-    saved_bytes
-        After `run`: what autograd would have kept, in bytes.
     """
 
     def __init__(
@@ -73,7 +71,6 @@ class BlockCall:
             x for x in self._inputs if isinstance(x, Tensor) and x.requires_grad
         ]
         self.outputs: list[Tensor] = []
-        self.saved_bytes = 0
         self._result: Any = None
         self._rng: list[Tensor] = []
         self._collector = _active_collector()
@@ -88,11 +85,6 @@ class BlockCall:
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._kept: tuple[list[Tensor], list[Tensor]] | None = None
         self._check_inputs()
-
-    @property
-    def input_bytes(self) -> int:
-        """Bytes of the input tensors that stay for backward."""
-        return sum(x.nbytes for x in self.tracked)
 
     def run(self, *, keep: bool) -> None:
         """Run the block; `outputs` are there afterwards.
@@ -109,7 +101,7 @@ class BlockCall:
             result, tensors, fresh = self._compute()
             self._kept = (tensors, fresh)
         else:
-            with torch.autograd.graph.saved_tensors_hooks(self._discard, self._refuse):
+            with torch.autograd.graph.saved_tensors_hooks(_discard, self._refuse):
                 result, tensors, fresh = self._compute()
             for tensor in fresh:
                 tensor.register_hook(refuse_gradient(self.block.name))
@@ -141,7 +133,10 @@ class BlockCall:
 
     def forget(self) -> None:
         """Give up kept activations: the weights they were computed with are about to leave."""
-        self._kept = None
+        if self._kept is not None:
+            for tensor in self._kept[1]:
+                tensor.register_hook(refuse_gradient(self.block.name))
+            self._kept = None
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Send the outputs' gradients through the block; parameter gradients land in their ``.grad``.
@@ -260,9 +255,6 @@ class BlockCall:
             recorded[key] = [x for x in inner[key][count:] if isinstance(x, Tensor)]
         self._recorded_counts = {key: len(values) for key, values in recorded.items()}
 
-    def _discard(self, tensor: Tensor) -> None:
-        self.saved_bytes += tensor.nbytes
-
     def _refuse(self, _: None) -> Tensor:
         raise ModelError(_ESCAPED.format(self.block.name))
 
@@ -303,6 +295,10 @@ def _active_collector() -> dict[str, Any] | None:
     """Return what transformers' output recorder fills at this moment, if it is at work."""
     variable = getattr(sys.modules.get(_RECORDER), "_active_collector", None)
     return variable.get() if variable is not None else None
+
+
+def _discard(_: Tensor) -> None:
+    """Keep nothing of what autograd wants to save."""
 
 
 def refuse_gradient(block: str) -> Callable[[Tensor], None]:

@@ -18,6 +18,8 @@ class Device(Protocol):
     """The whole difference between a CPU and an accelerator, for the runtime."""
 
     torch_device: torch.device
+    in_place: bool
+    peak_bytes: int
 
     def onload(self, host: NDArray[np.float32]) -> Tensor:
         """Return a pack's flat weights, float32 (numel,), where the block computes."""
@@ -37,6 +39,9 @@ class Device(Protocol):
 
 class HostDevice:
     """The CPU: a block computes on the very bytes that were read, without a second copy."""
+
+    in_place = True
+    peak_bytes = 0
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
@@ -67,6 +72,8 @@ class SlotDevice:
     same code, separate copies included, where there is no accelerator.
     """
 
+    in_place = False
+
     def __init__(
         self, torch_device: torch.device, *, max_bytes: int | None = None
     ) -> None:
@@ -74,6 +81,7 @@ class SlotDevice:
         self._max_bytes = max_bytes
         self._free: dict[int, list[Tensor]] = {}
         self._used_bytes = 0
+        self.peak_bytes = 0
 
     def onload(self, host: NDArray[np.float32]) -> Tensor:
         """Copy a pack into a slot.
@@ -103,8 +111,10 @@ class SlotDevice:
                 raise BudgetError(msg)
             self._free[size].pop()
             self._used_bytes -= size * 4
+        slot = torch.empty(numel, dtype=torch.float32, device=self.torch_device)
         self._used_bytes += nbytes
-        return torch.empty(numel, dtype=torch.float32, device=self.torch_device)
+        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        return slot
 
     def release(self, flat: Tensor) -> None:
         """Put the slot back for the next pack of its size."""

@@ -74,10 +74,6 @@ class Executor:
         2-norm of the pending gradient of each parameter that has one, as a float32 scalar tensor.
     version
         Counts changes of the weights.
-    activation_bytes
-        Most bytes that autograd would have kept for one block, as seen so far.
-    border_bytes
-        Most bytes of block inputs kept at once, as seen so far.
     compute_seconds
         Time inside blocks' forward and backward so far.
     inside
@@ -101,8 +97,6 @@ class Executor:
         self.device = device
         self.norms: dict[nn.Parameter, Tensor] = {}
         self.version = 0
-        self.activation_bytes = 0
-        self.border_bytes = 0
         self.compute_seconds = 0.0
         self.window: Window | None = None
         self.inside: Block | None = None
@@ -115,6 +109,7 @@ class Executor:
         self._ahead: list[int] = []
         self._learned = [block.spec.index for block in layers.blocks]
         self._order: list[int] = []
+        self._complete = False
         self._trace: list[int] = []
 
     # -- calls of blocks ------------------------------------------------------------------------------
@@ -156,9 +151,14 @@ class Executor:
         raise ModelError(msg)
 
     def begin_forward(self) -> None:
-        """Note that the model's forward starts: the order of the last one is what to expect."""
-        if self._order:
-            self._learned, self._order = self._order, []
+        """Note that the model's forward starts: the order of the last complete one is what to expect."""
+        if self._complete and self._order:
+            self._learned = self._order
+        self._order, self._complete = [], False
+
+    def end_forward(self) -> None:
+        """Note that the model's forward is complete."""
+        self._complete = True
 
     @contextmanager
     def running(
@@ -188,8 +188,15 @@ class Executor:
         }
         start = time.perf_counter()
         bound = Bound(self, block, self._plain_parameters(block, grads))
+        versions = [plain._version for plain in bound.plain.values()]
         try:
             yield bound
+            if versions != [plain._version for plain in bound.plain.values()]:
+                msg = (
+                    f"{block.name} changes its own weights in forward (an embedding with max_norm does); that "
+                    "change would be lost"
+                )
+                raise ModelError(msg)
             if with_grads:
                 self._take_gradients(block, bound)
         finally:
@@ -230,9 +237,24 @@ class Executor:
         self._note(wanted)
         for pack in block.spec.packs:
             if pack not in self._loaded:
-                self._loaded[pack] = self.device.onload(
-                    self.pager.need(pack, What.WEIGHTS)
+                self._onload(pack)
+
+    def _onload(self, pack: int) -> None:
+        host = self.pager.need(pack, What.WEIGHTS)
+        start = time.perf_counter()
+        self._loaded[pack] = self.device.onload(host)
+        if not self.device.in_place:
+            name = self.layers.spec.packs[pack].name
+            end = time.perf_counter()
+            self._on_span(
+                Span(
+                    kind="ONLOAD",
+                    name=name,
+                    start_s=start,
+                    end_s=end,
+                    num_bytes=host.nbytes,
                 )
+            )
 
     def _plan(self, wanted: Action) -> list[Action]:
         spec = self.layers.spec
@@ -395,10 +417,6 @@ class Executor:
             self.pager.discard(pack.index, What.GRADS)
         for param in self.layers.resident.values():
             param.grad = None
-
-    def note_activations(self, call: BlockCall) -> None:
-        """Learn what one block's activations take."""
-        self.activation_bytes = max(self.activation_bytes, call.saved_bytes)
 
     def abort(self) -> None:
         """After an error or interrupt: nothing stays loaded, and nothing is expected."""

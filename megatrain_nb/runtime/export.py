@@ -48,14 +48,14 @@ def save_pretrained(
     max_shard_size
         Of one file: GB or text such as ``"5GB"``. A parameter is never split.
     **kwargs
-        ``is_main_process=False`` writes nothing; what else transformers' Trainer passes is not needed.
+        ``is_main_process=False`` writes nothing. Any other option that is not None is refused.
 
     Raises
     ------
     ArgumentError
         The path is a file, or an option that has no meaning here.
     StoreError
-        The disk is full or failed; an earlier save stays whole.
+        The disk is full or failed. Until every weight is written an earlier save stays whole.
     """
     if not kwargs.pop("is_main_process", True):
         return
@@ -85,15 +85,15 @@ def save_pretrained(
             for shard, path in zip(shards, written, strict=True):
                 _write_shard(path, shard, bar)
         _replace(directory, names, written, shards, total)
+        for part in ("config", "generation_config"):
+            if hasattr(getattr(model, part, None), "save_pretrained"):
+                getattr(model, part).save_pretrained(directory)
     except OSError as error:
-        msg = f"saving {format_bytes(total)} to {directory} failed: {error.strerror}; what was there before is whole"
+        msg = f"saving {format_bytes(total)} to {directory} failed: {error.strerror}; make room, and save again"
         raise StoreError(msg) from error
     finally:
         for path in written:
             path.unlink(missing_ok=True)
-    for part in ("config", "generation_config"):
-        if hasattr(getattr(model, part, None), "save_pretrained"):
-            getattr(model, part).save_pretrained(directory)
     offloaded = getattr(model, "_megatrain", None)
     if offloaded is not None:
         offloaded.note_saved()
@@ -169,20 +169,21 @@ def _replace(
     shards: list[dict[str, Tensor]],
     total: int,
 ) -> None:
-    """Put the finished files in place of those of an earlier save."""
+    """Put the finished files in place of those of an earlier save; nothing here needs much space."""
+    index_name = "model.safetensors.index.json"
+    index = directory / f".{index_name}.part"
+    if len(names) > 1:
+        weight_map = {
+            key: name
+            for shard, name in zip(shards, names, strict=True)
+            for key in shard
+        }
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        index.write_text(json.dumps(content, indent=2))
     for path, name in zip(written, names, strict=True):
         path.replace(directory / name)
-    index_name = "model.safetensors.index.json"
     if len(names) > 1:
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {
-                key: name
-                for shard, name in zip(shards, names, strict=True)
-                for key in shard
-            },
-        }
-        (directory / index_name).write_text(json.dumps(index, indent=2))
+        index.replace(directory / index_name)
     keep = {*names, index_name} if len(names) > 1 else set(names)
     for old in directory.glob("model*.safetensors*"):
         if old.name not in keep:

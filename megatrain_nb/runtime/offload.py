@@ -24,6 +24,7 @@ from megatrain_nb.runtime.pager import STATES, Pager, What
 from megatrain_nb.runtime.tensor import (
     StreamedTensor,
     plain_parameter,
+    source_of,
     stream_parameter,
     streamed_tensor,
 )
@@ -208,10 +209,6 @@ class OffloadedModel:
                 )
         for block in self.layers.blocks:
             block.intercept(self.executor.call)
-        for name, param in self.layers.resident.items():
-            if param.device != self.device:
-                msg = f"{name} is on {param.device}, but the session computes on {self.device}; move it there first"
-                raise ModelError(msg)
 
     def release(self) -> None:
         """Let the model's calls be its own again; the weights stay where they are."""
@@ -223,6 +220,16 @@ class OffloadedModel:
         if not self.deleted:
             self.model.__dict__.pop("save_pretrained", None)
             self.model.__dict__.pop("_megatrain", None)
+
+    def undo(self) -> None:
+        """Give a model back that could not move in: what had moved comes out again."""
+        for param in list(self.layers.homes):
+            source = source_of(param)
+            if source is not None:
+                with source.opened(write=False) as values:
+                    plain_parameter(param, values.to(self.device, copy=True))  # type: ignore[arg-type]
+        self.release()
+        self.close("moving the model in failed")
 
     def move_out(self) -> nn.Module:
         """Bring all weights back into ordinary memory and let go of the model."""
@@ -267,6 +274,14 @@ class OffloadedModel:
         """
         spec, tile_numel = self.layers.spec, self.pager.tile_numel
         room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        if self._reserved > max(room, 0) and self.num_steps:
+            logger.warning(
+                "%s: its own tensors took %s and %s are left beside what streams, so the process exceeds max_ram_gb; "
+                "shorten the sequence or the micro-batch, or raise max_ram_gb",
+                self.name,
+                format_bytes(self._reserved),
+                format_bytes(max(room, 0)),
+            )
         residency = plan_residency(
             spec,
             limit_bytes=limit_bytes,
@@ -383,6 +398,7 @@ class OffloadedModel:
         self, model: nn.Module, _: Any, kwargs: dict[str, Any], outputs: Any
     ) -> None:
         """Note what a plain loop's forward gave; a window notes its loss itself."""
+        self.executor.end_forward()
         loss = loss_of(outputs)
         if loss is not None and loss.requires_grad and self.executor.window is None:
             self.note_loss(loss, valid_tokens(model, kwargs))
@@ -425,9 +441,17 @@ def offload(model: nn.Module, session: Session) -> OffloadedModel:
             msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
             raise ModelError(msg)
     prepare(model)
+    for name, param in layers.resident.items():
+        if param.device != session.device.torch_device:
+            msg = f"{name} is on {param.device}, but the session computes on {session.device.torch_device}; move it there first"
+            raise ModelError(msg)
     offloaded = OffloadedModel(model, layers, session)
-    offloaded.move_in()
-    offloaded.intercept()
+    try:
+        offloaded.move_in()
+        offloaded.intercept()
+    except BaseException:
+        offloaded.undo()
+        raise
     return offloaded
 
 

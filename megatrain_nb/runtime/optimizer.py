@@ -76,8 +76,6 @@ class AdamW(torch.optim.Optimizer):
             "decoupled_weight_decay": decoupled,
         }
         super().__init__(params, defaults)
-        offloaded.reset_optimizer()
-        offloaded.optimizer = self  # the one before, if any, has lost its moments
         mine = set(offloaded.model.parameters())
         for group in self.param_groups:
             _config(group)
@@ -85,6 +83,8 @@ class AdamW(torch.optim.Optimizer):
                 if param not in mine:
                     msg = f"a parameter of shape {tuple(param.shape)} does not belong to the model; give model.parameters()"
                     raise ArgumentError(msg)
+        offloaded.reset_optimizer()
+        offloaded.optimizer = self  # the one before, if any, has lost its moments
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -132,9 +132,9 @@ class AdamW(torch.optim.Optimizer):
                 raise
             self._note_state()
             offloaded.num_steps += 1
-        waited = offloaded.pager.wait_seconds - waited
-        offloaded.update_seconds += time.perf_counter() - begin - waited
-        offloaded.finish_step(float(self.last_grad_norm))
+            waited = offloaded.pager.wait_seconds - waited
+            offloaded.update_seconds += time.perf_counter() - begin - waited
+            offloaded.finish_step(float(self.last_grad_norm))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -142,13 +142,15 @@ class AdamW(torch.optim.Optimizer):
         executor = self.offloaded.executor
         if executor.unusable:
             return
-        zeroed = {} if set_to_none else dict.fromkeys(executor.norms, torch.tensor(0.0))
+        pending = dict.fromkeys(executor.norms, torch.tensor(0.0))
+        streamed = self.offloaded.layers.homes
+        params = [param for group in self.param_groups for param in group["params"]]
+        ordinary = [p for p in params if p not in streamed and p.grad is not None]
         executor.drop_gradients()
-        executor.norms.update(zeroed)
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param not in self.offloaded.layers.homes and param.grad is not None:
-                    param.grad = None if set_to_none else torch.zeros_like(param)
+        for param in ordinary:
+            param.grad = None if set_to_none else torch.zeros_like(param)
+        if not set_to_none:
+            executor.norms.update(pending)
 
     def clip_next(self, max_norm: float) -> Tensor:
         """Clip in the next step, and return the total norm of the pending gradients."""
@@ -174,6 +176,9 @@ class AdamW(torch.optim.Optimizer):
                 {key: value for key, value in other.items() if key != "params"}
             )
         params = [param for group in groups for param in group["params"]]
+        for index, param in enumerate(params):
+            if index not in state_dict["state"]:
+                self._drop_state(param)
         for index, state in state_dict["state"].items():
             self.take_state(params[index], state)
         self._note_state()
@@ -187,6 +192,12 @@ class AdamW(torch.optim.Optimizer):
             if state.get(what.value) is not None:
                 with torch.no_grad():
                     self.offloaded.moment(param, what).copy_(state[what.value])
+
+    def _drop_state(self, param: nn.Parameter) -> None:
+        if self.offloaded.steps.pop(param, 0):
+            del self.state[param]
+            for what in (What.EXP_AVG, What.EXP_AVG_SQ):
+                self.offloaded.moment(param, what).zero_()
 
     def _note_state(self) -> None:
         """Show torch's view of the state: step count, and moments that are read when asked for."""

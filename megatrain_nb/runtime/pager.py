@@ -175,10 +175,14 @@ class Pager:
         if slab is None:
             return False
         piece.slab = slab
-        for key, start, stop in self._tiles(piece):
-            future = self._read(key, slab.array[start * 4 : stop * 4])
-            if future is not None:
-                piece.loading.append(future)
+        try:
+            for key, start, stop in self._tiles(piece):
+                future = self._read(key, slab.array[start * 4 : stop * 4])
+                if future is not None:
+                    piece.loading.append(future)
+        except BaseException:
+            self._forget_slab(piece)
+            raise
         return True
 
     def need(self, pack: int, what: What) -> NDArray[np.float32]:
@@ -239,10 +243,13 @@ class Pager:
             self.close_held()
             self.need(pack, what)
             self._held = piece
+        piece.users += (
+            1  # whoever opens another piece meanwhile must not take this one away
+        )
         try:
             yield piece.floats()
         finally:
-            piece.dirty = piece.dirty or write
+            self.drop(pack, what, dirty=write)
 
     def close_held(self) -> None:
         """Drop the piece that ``opened`` kept."""
@@ -287,8 +294,7 @@ class Pager:
     def barrier(self) -> None:
         """Return when every write has landed; raises what a write raised."""
         self.close_held()
-        writing, self._writing = self._writing, {}
-        self._wait_all(list(writing.values()), "writing tiles")
+        self._wait_keys(list(self._writing), "writing tiles")
 
     def apply(self, residency: Residency) -> None:
         """Make a new plan take effect: what no longer stays leaves now."""
@@ -340,8 +346,8 @@ class Pager:
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
     ) -> None:
-        self._writing[key] = landing.done
         future = self.store.put(key, data)
+        self._writing[key] = landing.done
         future.add_done_callback(lambda write: self._check_written(piece, write))
         future.add_done_callback(landing)
 
@@ -379,11 +385,10 @@ class Pager:
 
     def _make_room(self) -> bool:
         for key, future in list(self._writing.items()):
-            del self._writing[key]
-            if not future.done():
-                self._wait_all([future], f"writing {key}")
+            waited = not future.done()
+            self._wait_keys([key], f"writing {key}")
+            if waited:
                 return True
-            future.result()
         if self._held is not None:
             self.close_held()
             return True
@@ -403,9 +408,15 @@ class Pager:
                 # The slab may be reused only when no thread writes into it any more.
                 with suppress(Exception):
                     wait(future, what=f"reading the {piece}")
+        stalled = any(not future.done() for future in piece.loading)
         piece.loading = []
         slab, piece.slab = piece.slab, None
-        self.pool.give(slab)
+        if stalled:  # a late read may still write into the slab: it is never used again
+            self.broken = (
+                self.broken or f"reading the {piece} does not end: the disk is stalled"
+            )
+        else:
+            self.pool.give(slab)
 
     def _wait_writes(self, piece: Piece, *only: str) -> None:
         """Let a piece's writes land: a read must see the last version."""
@@ -414,7 +425,16 @@ class Pager:
             for key in only or [tile[0] for tile in self._tiles(piece)]
             if key in self._writing
         ]
-        self._wait_all([self._writing.pop(key) for key in keys], f"writing the {piece}")
+        self._wait_keys(keys, f"writing the {piece}")
+
+    def _wait_keys(self, keys: list[str], what: str) -> None:
+        """Wait for writes; those that have not ended stay on the list."""
+        try:
+            self._wait_all([self._writing[key] for key in keys], what)
+        finally:
+            for key in keys:
+                if self._writing[key].done():
+                    del self._writing[key]
 
     def _wait_all(self, futures: list[Future[None]], what: str) -> None:
         start = time.perf_counter()

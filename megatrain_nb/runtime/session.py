@@ -16,7 +16,7 @@ from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.device import open_device
-from megatrain_nb.runtime.status import Status, TierStatus, describe_session
+from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.owner import OwnerLock, reclaim
@@ -51,8 +51,13 @@ class Session:
         What the offload directory can do.
     notes
         What the user should know about this session, one sentence each.
-    max_ram_bytes, max_disk_bytes, max_vram_bytes
+    max_ram_bytes
+        Budget for RAM in bytes.
+    max_disk_bytes, max_vram_bytes
         Budgets in bytes; None for no limit.
+    max_resident_bytes
+        Keep at most this much of each model in RAM between uses, in bytes, however large the budget is; None
+        lets the plan decide. For measurements and tests.
     callbacks
         Listeners; append a `Callback`.
     shown
@@ -90,7 +95,6 @@ class Session:
         self.num_models = 0
         self._models: list[OffloadedModel] = []
         self._closed = False
-        self._peaks = {"device": 0, "ram": 0}
         self.device = device
         self._lock = OwnerLock(preflight.path)
         with ExitStack() as undo:
@@ -170,7 +174,7 @@ class Session:
 
     def check_in(self) -> None:
         """Make room before a model moves in: let go of those that nobody holds any more."""
-        if any(model.deleted for model in self._models) or self._models:
+        if self._models:
             gc.collect()
         for model in [model for model in self._models if model.deleted]:
             model.close("the model was deleted")
@@ -186,6 +190,8 @@ class Session:
             self._models.remove(model)
             if not self._closed:
                 model.pager.delete_all()
+                if self._models:  # the others may have its share
+                    self.plan()
 
     def plan(self) -> None:
         """Give every model an equal share of the RAM, and let each decide what of it stays there.
@@ -214,7 +220,10 @@ class Session:
     def on_span(self, span: Span) -> None:
         """Pass a span on to the callbacks."""
         for callback in self.callbacks:
-            callback.on_span(span)
+            try:
+                callback.on_span(span)
+            except Exception:  # a listener's fault must not pass for one of the disk's
+                logger.exception("%r.on_span failed", callback)
 
     def _on_io(self, record: IoRecord) -> None:
         self.on_span(
@@ -250,7 +259,7 @@ class Session:
         return max(0, rss.resident_bytes() - self._base_bytes - self.pool.mapped_bytes)
 
     def other_peak_bytes(self) -> int:
-        """Return the most RAM that everything but the pool took since the last call, above the session's start."""
+        """Estimate the most RAM that everything but the pool took since the last call, above the session's start."""
         peak = rss.peak_bytes()
         rss.reset_peak()
         return max(0, peak - self._base_bytes - self.pool.mapped_bytes)
@@ -261,10 +270,9 @@ class Session:
         """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
         device_bytes = self.device.used_bytes()
         ram_bytes = self.pool.in_use_bytes
-        self._peaks["device"] = max(self._peaks["device"], device_bytes)
         tiers = {
             "device": TierStatus(
-                device_bytes, self._peaks["device"], self.max_vram_bytes
+                device_bytes, self.device.peak_bytes, self.max_vram_bytes
             ),
             "ram": TierStatus(ram_bytes, self.pool.peak_bytes, self.max_ram_bytes),
             "disk": TierStatus(
@@ -277,7 +285,7 @@ class Session:
             tiers=tiers,
             last_step=self.last_step,
             models=tuple(
-                describe_session(model) for model in self._models if not model.deleted
+                describe_model(model) for model in self._models if not model.deleted
             ),
             notes=self.notes,
             directory=str(self.preflight.path),
@@ -308,6 +316,8 @@ class Session:
             notes.append(
                 f"{format_bytes(reclaimed)} that an earlier, dead process had left here were removed"
             )
+        if self.device.torch_device.type == "cpu" and self.max_vram_bytes:
+            notes.append("max_vram_gb has no effect without a GPU")
         if self.device.torch_device.type == "cpu":
             notes.append(
                 "no GPU is used: blocks compute in place in RAM, which device and host share"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TierStatus:
-    """Bytes in one tier: now, the most so far, and the budget (None for no limit)."""
+    """Bytes in one tier: now, the most so far, and the budget (None for no limit).
+
+    In RAM the peak counts what was mapped, buffers that wait for reuse included; on disk it is the file's
+    size, which grows in steps.
+    """
 
     used_bytes: int
     peak_bytes: int
@@ -56,7 +60,6 @@ class Status:
     notes: tuple[str, ...]
     directory: str
     process_bytes: int
-    _rows: list[tuple[str, str]] = field(default_factory=list, repr=False)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and text of every line."""
@@ -87,7 +90,7 @@ class Status:
                 (
                     "its state",
                     f"{format_bytes(model.state_bytes)} of weights, gradients and moments; "
-                    f"{format_bytes(model.resident_bytes)} stay in RAM, {format_bytes(model.working_bytes)} stream, "
+                    f"{format_bytes(model.resident_bytes)} stay in RAM, {format_bytes(model.working_bytes)} of buffers for what streams, "
                     f"{format_bytes(model.activation_bytes)} set aside for activations",
                 ),
             ]
@@ -128,7 +131,7 @@ class Status:
         return f"<table>{cells}</table>"
 
 
-def describe_session(model: OffloadedModel) -> ModelStatus:
+def describe_model(model: OffloadedModel) -> ModelStatus:
     """Return the numbers of one model."""
     spec, residency = model.layers.spec, model.residency
     return ModelStatus(

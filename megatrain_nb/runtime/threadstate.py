@@ -31,35 +31,42 @@ def set_rng(device: torch.device, states: list[Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """Autocast settings by device type."""
+    """Autocast settings by device type: on or off, and to which dtype."""
 
-    enabled: tuple[tuple[str, torch.dtype], ...]
+    kinds: tuple[tuple[str, bool, torch.dtype], ...]
 
     @classmethod
     def current(cls, device: torch.device) -> Autocast:
         """Return the settings in force on this thread."""
-        kinds = dict.fromkeys(["cpu", device.type])
         return cls(
             tuple(
-                (kind, torch.get_autocast_dtype(kind))
-                for kind in kinds
-                if torch.is_autocast_enabled(kind)
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in dict.fromkeys(["cpu", device.type])
             )
         )
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Put the settings in force.
+        """Put the settings in force for a while.
 
         The cast cache is off: it remembers casts by tensor, and a block's parameters are new tensors
         each time it is loaded.
         """
         with ExitStack() as stack:
-            for kind, dtype in self.enabled:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, cache_enabled=False)
-                )
+            for kind, enabled, dtype in self.kinds:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(
+                        torch.autocast(
+                            kind, dtype=dtype, enabled=enabled, cache_enabled=False
+                        )
+                    )
             yield
+
+    def restore(self) -> None:
+        """Put the settings in force for good."""
+        for kind, enabled, dtype in self.kinds:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
 
 
 @dataclass(slots=True)
@@ -67,26 +74,16 @@ class ThreadState:
     """Grad mode, autocast and random state, as one micro-batch left them."""
 
     grad: bool
-    autocast: dict[str, tuple[bool, torch.dtype]]
+    autocast: Autocast
     rng: list[Tensor]
 
     @classmethod
     def current(cls, device: torch.device) -> ThreadState:
         """Take the state of this thread."""
-        kinds = dict.fromkeys(["cpu", device.type])
-        return cls(
-            torch.is_grad_enabled(),
-            {
-                kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in kinds
-            },
-            get_rng(device),
-        )
+        return cls(torch.is_grad_enabled(), Autocast.current(device), get_rng(device))
 
     def restore(self, device: torch.device) -> None:
         """Put the state in force on this thread."""
         torch.set_grad_enabled(self.grad)
-        for kind, (enabled, dtype) in self.autocast.items():
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
+        self.autocast.restore()
         set_rng(device, self.rng)

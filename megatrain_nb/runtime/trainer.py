@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import SaveStrategy
-from transformers.utils.notebook import NotebookProgressCallback
 
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
@@ -27,11 +26,7 @@ if TYPE_CHECKING:
 
 # The loss that the running micro-batch would have called backward on; every micro-batch has its own context.
 _taken: ContextVar[list[Tensor]] = ContextVar("taken")
-_DISPLAYS: tuple[type[transformers.TrainerCallback], ...] = (
-    NotebookProgressCallback,
-    transformers.ProgressCallback,
-    transformers.PrinterCallback,
-)
+_DISPLAYS = ("NotebookProgressCallback", "ProgressCallback", "PrinterCallback")
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -66,6 +61,13 @@ class Trainer(transformers.Trainer):
         self.session: Session = require_session()
         args = args or transformers.TrainingArguments("tmp_trainer", save_strategy="no")
         check_arguments(args, kwargs)
+        if args.device.type != self.session.device.torch_device.type:
+            msg = (
+                f"the session computes on {self.session.device.torch_device}, TrainingArguments on {args.device}; "
+                "give use_cpu=True there, or another device to mt.init"
+            )
+            raise ArgumentError(msg)
+        args._n_gpu = min(args.n_gpu, 1)
         for name in ("gradient_checkpointing", "activation_checkpointing"):
             if hasattr(args, name):
                 setattr(args, name, False)  # each block is recomputed anyway
@@ -80,8 +82,12 @@ class Trainer(transformers.Trainer):
             transformers.set_seed(args.seed)
             model = kwargs.pop("model_init")()
             self._made_state = torch.get_rng_state()
-        if isinstance(model, nn.Module) and offloaded_model(model) is None:
+        if not isinstance(model, nn.Module):
+            msg = f"model={model!r} is not a model; give model= or model_init="
+            raise ArgumentError(msg)
+        if offloaded_model(model) is None:
             offload(model, self.session)
+        self._offloaded_of(model).executor.check_usable()
         if optimizer is not None:
             optimizer = adopt(self._offloaded_of(model), optimizer, None)
         self._window: list[tuple[nn.Module, Any, Any]] = []
@@ -195,8 +201,9 @@ class Trainer(transformers.Trainer):
             transformers.set_seed(self.args.seed)
             torch.set_rng_state(self._made_state)
         if self.session.shown:  # one progress display is enough
-            for display in _DISPLAYS:
-                self.remove_callback(display)
+            for display in list(self.callback_handler.callbacks):
+                if type(display).__name__ in _DISPLAYS:
+                    self.remove_callback(display)
         try:
             return super().train(None, *args, **kwargs)
         finally:

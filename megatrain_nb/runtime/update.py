@@ -72,7 +72,6 @@ def update_all(
         Clip coefficient.
     """
     pager, threads = offloaded.pager, offloaded.session.threads
-    offloaded.check_gradients()
     tiles = deque(_tiles(offloaded, configs))
     ready: deque[_Tile] = deque()
     while tiles or ready:
@@ -138,7 +137,7 @@ def _update(
     offloaded: OffloadedModel,
 ) -> None:
     for reading in tile.reading:
-        pager.wait_for(reading, f"reading moments of {tile.pack.name}")
+        pager.wait_for(reading, f"reading tiles of {tile.pack.name}")
     pieces = {what: pager.piece(tile.pack.index, what) for what in What}
     start = time.perf_counter()
     update(

@@ -55,7 +55,6 @@ class MicroBatch:
         self.waiting: BlockCall | _Visit | None = None
         self.loss: Tensor | None = None
         self.calls: list[BlockCall] = []
-        self.border_bytes = 0
         self._first_consumer: dict[int, int] = {}
         self._pending: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -64,7 +63,6 @@ class MicroBatch:
         for tensor in call.tracked:
             self._first_consumer.setdefault(id(tensor), len(self.calls))
         self.calls.append(call)
-        self.border_bytes += call.input_bytes
 
     def top_block(self) -> Block | None:
         """Return the block whose backward is next."""
@@ -230,9 +228,6 @@ class Window:
                     self._backward_call(batch, bound)
                 for call in batch.calls:
                     call.forget()
-        executor.border_bytes = max(
-            executor.border_bytes, sum(batch.border_bytes for batch in self._batches)
-        )
 
     def _forward_call(self, batch: MicroBatch, bound: Bound, *, keep: bool) -> Any:
         """Run one micro-batch's call of the loaded block, and return what the model gets from it."""
@@ -247,7 +242,6 @@ class Window:
             else:
                 call.run(keep=keep)
                 result = call.result(call.outputs)
-                self._executor.note_activations(call)
                 batch.enter(call)
         batch.state = ThreadState.current(self._device)
         return result

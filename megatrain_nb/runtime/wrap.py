@@ -80,6 +80,7 @@ def wrap(
     offloaded = offloaded_model(model)
     if offloaded is None:
         offloaded = offload(model, session)
+    offloaded.executor.check_usable()
     if optimizer is not None:
         return model, adopt(offloaded, optimizer, max_grad_norm)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -138,6 +139,9 @@ def train_step(
     """
     offloaded = _require(model)
     offloaded.executor.check_usable()
+    if offloaded.optimizer is not optimizer:
+        msg = "train_step needs the optimizer that mt.wrap returned last for this model"
+        raise ArgumentError(msg)
     if not micro_batches:
         msg = "train_step needs at least one micro-batch"
         raise ArgumentError(msg)
@@ -155,6 +159,9 @@ def train_step(
         )
         try:
             optimizer.step()
+        except BaseException:
+            offloaded.forget_step()
+            raise
         finally:
             optimizer.zero_grad()
     assert offloaded.last_step is not None
