@@ -193,7 +193,7 @@ class AdamW(torch.optim.Optimizer):
                 with torch.no_grad():
                     self.offloaded.moment(param, what).copy_(state[what.value])
 
-    def _drop_state(self, param: nn.Parameter) -> None:
+    def _drop_state(self, param: Any) -> None:
         if self.offloaded.steps.pop(param, 0):
             del self.state[param]
             for what in (What.EXP_AVG, What.EXP_AVG_SQ):
