@@ -78,18 +78,20 @@ def save_pretrained(
         for index in range(1, len(shards) + 1)
     ]
     written = [directory / f".{name}.part" for name in names]
+    safe = "what was there before is whole; "
     try:
         with tqdm(
             total=total, unit="B", unit_scale=True, desc="Saving", delay=2, leave=False
         ) as bar:
             for shard, path in zip(shards, written, strict=True):
                 _write_shard(path, shard, bar)
+        safe = ""
         _replace(directory, names, written, shards, total)
         for part in ("config", "generation_config"):
             if hasattr(getattr(model, part, None), "save_pretrained"):
                 getattr(model, part).save_pretrained(directory)
     except OSError as error:
-        msg = f"saving {format_bytes(total)} to {directory} failed: {error.strerror}; make room, and save again"
+        msg = f"saving {format_bytes(total)} to {directory} failed: {error.strerror}; {safe}make room, and save again"
         raise StoreError(msg) from error
     finally:
         for path in written:

@@ -220,22 +220,21 @@ class Session:
     def on_span(self, span: Span) -> None:
         """Pass a span on to the callbacks."""
         for callback in self.callbacks:
-            try:
-                callback.on_span(span)
-            except Exception:  # a listener's fault must not pass for one of the disk's
-                logger.exception("%r.on_span failed", callback)
+            callback.on_span(span)
 
     def _on_io(self, record: IoRecord) -> None:
-        self.on_span(
-            Span(
-                kind=record.op,
-                name=record.key,
-                start_s=record.start_s,
-                end_s=record.end_s,
-                num_bytes=record.nbytes,
-                lane="disk",
-            )
+        span = Span(
+            kind=record.op,
+            name=record.key,
+            start_s=record.start_s,
+            end_s=record.end_s,
+            num_bytes=record.nbytes,
+            lane="disk",
         )
+        try:
+            self.on_span(span)
+        except Exception:  # a listener's fault must not pass for one of the disk's
+            logger.exception("a callback failed in on_span")
 
     def clock(self) -> dict[str, float]:
         """Return running totals: seconds by cause and bytes moved; two of them bound an interval."""

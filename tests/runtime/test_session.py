@@ -597,8 +597,11 @@ def test_a_failed_write_of_weights_is_not_forgotten(
 
 
 class Broken(mt.Callback):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
     def on_span(self, span: Any) -> None:
-        if span.kind == "READ":
+        if span.kind == self.kind:
             msg = "my callback"
             raise RuntimeError(msg)
 
@@ -606,20 +609,38 @@ class Broken(mt.Callback):
 def test_a_callback_that_raises_reaches_the_caller(tmp_path: Path) -> None:
     with opened(tmp_path) as session:
         model, optimizer = wrapped(seeded(TinyLM))
-        session.callbacks.append(Broken())
+        session.callbacks.append(Broken("FORWARD"))
         with pytest.raises(RuntimeError, match="my callback"):
             window_step(model, optimizer, 0)
         session.callbacks.clear()
         window_step(model, optimizer, 0)
 
 
-def test_an_error_while_closing_does_not_stop_it(tmp_path: Path) -> None:
+def test_a_callback_that_raises_on_an_io_thread_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It must not pass for a fault of the disk, which would end the model."""
+    with opened(tmp_path) as session:
+        model, optimizer = wrapped(seeded(TinyLM))
+        session.callbacks.append(Broken("WRITE"))
+        window_step(model, optimizer, 0)
+        window_step(model, optimizer, 0)
+    assert "my callback" in caplog.text
+
+
+def test_an_error_while_closing_does_not_stop_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        msg = "injected"
+        raise RuntimeError(msg)
+
     session = mt.init(tmp_path, max_ram_gb=0.1)
     session.max_resident_bytes = 0
     try:
         model, optimizer = wrapped(seeded(TinyLM))
         window_step(model, optimizer, 0)
-        session.callbacks.append(Broken())
+        monkeypatch.setattr(TileFile, "read", fails)
         pager = model._megatrain.pager
         pager.fetch(0, What.WEIGHTS)
         for future in pager.piece(0, What.WEIGHTS).loading:
