@@ -311,11 +311,10 @@ class OffloadedModel:
             raise BudgetError(msg)
 
     def relieve(self) -> None:
-        """At a block's border: give memory back if more is taken than was set aside."""
+        """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
         if self.session.other_bytes() > self._reserved:
             heap.trim()
-            if self.session.other_bytes() > self._reserved:
-                self.learn()
+            self.learn()
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatrain_nb.store.host import Slab
 
 # How many tiles are read before the first of them is updated.
-_READ_AHEAD = 1
+_READ_AHEAD = 2
 
 
 @dataclass(slots=True)
@@ -80,7 +80,6 @@ def update_all(
         _update(pager, ready.popleft(), grad_scale, threads, offloaded)
     _update_ordinary(offloaded, configs, grad_scale, threads)
     offloaded.executor.version += 1
-    pager.barrier()
 
 
 def _tiles(
