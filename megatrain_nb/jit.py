@@ -48,9 +48,9 @@ def kernel(function: Function) -> Function:
 
 
 def compiling(what: str) -> None:
-    """Tell the log and the notebook that a compilation starts."""
+    """Say that a compilation starts: it takes a second, once for each machine."""
     text = f"Compiling the {what} for this machine (once; then it is kept)"
-    logger.info(text)
+    logger.warning(text)  # shown where nobody has configured logging
     for tell in on_compile:
         try:
             tell(text)
