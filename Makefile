@@ -63,6 +63,9 @@ clean: ## remove what checks and builds leave; .venv stays
 		.mypy_cache .pytest_cache .ruff_cache
 	find megatrain_nb tests notebooks -name __pycache__ -prune -exec rm -rf {} +
 
+# Another environment that is active must not be taken for this one.
+unexport VIRTUAL_ENV
+
 # No network, no telemetry: what these train and read, they make or ship.
 demo unit nojit notebooks bench: export HF_HUB_OFFLINE = 1
 demo unit nojit notebooks bench: export HF_HUB_DISABLE_TELEMETRY = 1

@@ -80,6 +80,7 @@ def update_all(
         _update(pager, ready.popleft(), grad_scale, threads, offloaded)
     _update_ordinary(offloaded, configs, grad_scale, threads)
     offloaded.executor.version += 1
+    pager.barrier()  # a step that ended has reached the disk
 
 
 def _tiles(
