@@ -45,11 +45,7 @@ def parse_size(value: float | str, *, name: str = "size") -> int:
             msg = f"{name}={value!r} is not a size; give {allowed}"
             raise ArgumentError(msg)
         unit = match[2].lower()
-        scale = (
-            10**9
-            if value.strip()[-1:].isdigit() or value.strip().endswith(".")
-            else (_SI | _IEC)[unit]
-        )
+        scale = 10**9 if value.strip()[-1].isdigit() else (_SI | _IEC)[unit]
         number = float(match[1])
     elif isinstance(value, bool) or not isinstance(value, int | float):
         msg = f"{name}={value!r} is not a size; give {allowed}"

@@ -307,17 +307,6 @@ class Pager:
         for piece in self._pieces.values():
             self.settle(piece)
 
-    def resident_bytes(self) -> dict[str, int]:
-        """Return bytes in RAM now, by kind."""
-        return {
-            what.value: sum(
-                p.num_bytes
-                for p in self._pieces.values()
-                if p.what is what and p.slab is not None
-            )
-            for what in What
-        }
-
     def reset(self) -> None:
         """After an error: nobody uses anything any more."""
         self._held = None
