@@ -373,11 +373,9 @@ class Pager:
         return slab
 
     def _make_room(self) -> bool:
-        for key, future in list(self._writing.items()):
-            waited = not future.done()
+        for key in self._writing:  # even if it has landed by now: then its room is free
             self._wait_keys([key], f"writing {key}")
-            if waited:
-                return True
+            return True
         if self._held is not None:
             self.close_held()
             return True
