@@ -300,11 +300,13 @@ class Pager:
         """Make a new plan take effect: what no longer stays leaves now."""
         self.close_held()
         planned = {What.WEIGHTS: residency.weights, What.GRADS: residency.grads}
+        leaving = []
         for piece in self._pieces.values():
-            piece.resident = piece.pack.index in planned.get(
-                piece.what, residency.states
-            )
-        for piece in self._pieces.values():
+            stays = piece.pack.index in planned.get(piece.what, residency.states)
+            if piece.resident and not stays:
+                leaving.append(piece)
+            piece.resident = stays
+        for piece in leaving:  # but what was read ahead is still wanted
             self.settle(piece)
 
     def reset(self) -> None:
