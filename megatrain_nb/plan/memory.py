@@ -32,7 +32,7 @@ class Residency:
     resident_bytes
         Bytes of those.
     working_bytes
-        Bytes that stream: the block that computes, the next one, its gradient, the optimizer's tiles.
+        Bytes for what streams: see `streaming_bytes`; less where there is less room.
     activation_bytes
         Bytes set aside for what the model itself allocates.
     disk_bytes
@@ -58,6 +58,17 @@ def working_bytes(spec: ModelSpec, *, tile_numel: int = TILE_NUMEL) -> int:
     tile = min(tile_numel, max((pack.numel for pack in spec.packs), default=0))
     step = STEP_TILES * tile * (BYTES_PER_WEIGHT + BYTES_PER_GRAD + BYTES_PER_STATES)
     return max(3 * largest, step)
+
+
+def streaming_bytes(spec: ModelSpec) -> int:
+    """Return the RAM, in bytes, with which streaming need not wait for room when nothing is resident.
+
+    While a block computes in forward: its weights and the next block's; gradients and both moments of the
+    next one, read for its update; the moments of this one and the weights of the one before, on their
+    way back to the disk. All counted as large as the largest.
+    """
+    largest = max((spec.block_bytes(block.index) for block in spec.blocks), default=0)
+    return 8 * largest
 
 
 def plan_residency(
@@ -104,8 +115,8 @@ def plan_residency(
             activation_bytes=activation_bytes,
         )
     working = working_bytes(spec, tile_numel=tile_numel)
-    left = limit_bytes - working - activation_bytes
-    if left < 0:
+    room = limit_bytes - activation_bytes
+    if room < working:
         minimum = (
             working if resident_bytes is not None else min(working, spec.state_bytes)
         )
@@ -118,6 +129,8 @@ def plan_residency(
             f"{format_bytes(1.005 * (minimum + activation_bytes))}, or shorten the sequence or the micro-batch"
         )
         raise BudgetError(msg)
+    working = max(working, min(streaming_bytes(spec), room))
+    left = room - working
     allowed = left if resident_bytes is None else min(left, resident_bytes)
     left = allowed
     kept: dict[str, set[int]] = {"weights": set(), "grads": set(), "states": set()}

@@ -77,7 +77,7 @@ def make_schedule(
     kind
         ``Kind.FORWARD`` or ``Kind.BACKWARD``.
     depth
-        How many blocks are read ahead of the one that computes.
+        How many blocks of the largest size are read ahead of the one that computes.
 
     Notes
     -----
@@ -97,8 +97,16 @@ def make_schedule(
     ahead: deque[int] = deque()
     upcoming = iter(order)
 
+    largest = max((spec.block_bytes(index) for index in order), default=0)
+
+    def is_short() -> bool:
+        """Whether what is ahead of the next block to compute is less than planned."""
+        if len(ahead) <= depth:
+            return True
+        return sum(map(spec.block_bytes, list(ahead)[1:])) < depth * largest
+
     while True:
-        while len(ahead) <= depth and (block := next(upcoming, None)) is not None:
+        while is_short() and (block := next(upcoming, None)) is not None:
             ahead.append(block)
             actions.append(Action(block, Kind.READ))
         if not ahead:

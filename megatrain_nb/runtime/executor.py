@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator
 
+    from megatrain_nb.optim.adamw import Segment
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.layers import Block, Home, Layers
     from megatrain_nb.runtime.pager import Pager
+    from megatrain_nb.runtime.update import Updates
     from megatrain_nb.runtime.window import Window
 
 
@@ -63,6 +65,7 @@ class Bound:
         self._executor.inside = None
         for site in self._block.sites:
             site.module._parameters[site.name] = site.param
+        self._executor.between_calls()
 
 
 class Executor:
@@ -87,6 +90,7 @@ class Executor:
         layers: Layers,
         *,
         pager: Pager,
+        updates: Updates,
         device: Device,
         on_span: Callable[[Span], None],
         stop: threading.Event,
@@ -94,6 +98,7 @@ class Executor:
     ) -> None:
         self.layers = layers
         self.pager = pager
+        self.updates = updates
         self.device = device
         self.norms: dict[nn.Parameter, Tensor] = {}
         self.version = 0
@@ -181,12 +186,16 @@ class Executor:
     def _running(self, block: Block, kind: Kind, *, turning: bool) -> Iterator[Bound]:
         self._advance(block, kind)
         with_grads = turning or kind is Kind.BACKWARD
+        early = block.spec.index in self._first
+        if early and kind is Kind.BACKWARD and self.window is not None:
+            for pack in self._first_packs():  # a step follows, and the next forward
+                self.updates.read_ahead(pack)
         grads = {
             pack: self.pager.need(pack, What.GRADS)
             for pack in self._trained_packs(block)
             if with_grads
         }
-        start = time.perf_counter()
+        start, before = time.perf_counter(), self.not_computing()
         bound = Bound(self, block, self._plain_parameters(block, grads))
         versions = [plain._version for plain in bound.plain.values()]
         try:
@@ -201,13 +210,17 @@ class Executor:
                 self._take_gradients(block, bound)
         finally:
             for pack in grads:
-                self.pager.drop(pack, What.GRADS, dirty=True)
+                self.pager.drop(pack, What.GRADS, dirty=True, keep=early)
             end = time.perf_counter()
-            self.compute_seconds += end - start
+            self.compute_seconds += end - start - (self.not_computing() - before)
             self._on_span(
                 Span(kind=str(kind), name=block.name, start_s=start, end_s=end)
             )
         self._relieve()
+
+    def not_computing(self) -> float:
+        """Return the seconds that the kernels of the update and waiting for the disk have taken so far."""
+        return self.updates.seconds + self.pager.wait_seconds
 
     def is_last(self, block: Block) -> bool:
         """Whether the forward in progress is expected to end with this call of the block."""
@@ -241,6 +254,11 @@ class Executor:
 
     def _onload(self, pack: int) -> None:
         host = self.pager.need(pack, What.WEIGHTS)
+        try:
+            self.updates.finish(pack)
+        except BaseException:
+            self.pager.drop(pack, What.WEIGHTS)
+            raise
         start = time.perf_counter()
         self._loaded[pack] = self.device.onload(host)
         if not self.device.in_place:
@@ -286,8 +304,18 @@ class Executor:
 
     def _read(self, block: int) -> None:
         self._ahead.append(block)
+        self._read_packs(block)
+
+    def _read_packs(self, block: int) -> None:
         for pack in self.layers.spec.blocks[block].packs:
-            self.pager.fetch(pack, What.WEIGHTS)
+            if self.pager.fetch(pack, What.WEIGHTS) and pack in self.updates:
+                self.updates.read_ahead(pack)
+
+    def between_calls(self) -> None:
+        """Between two micro-batches: read what had no room before, update what has been read."""
+        for block in self._ahead:
+            self._read_packs(block)
+        self.updates.advance()
 
     def _free(self, block: int, wanted: Action) -> None:
         """Unload a block, but for the packs that the next ones use as well."""
@@ -299,9 +327,9 @@ class Executor:
             if pack in self._loaded and pack not in keep:
                 self._unload(pack)
 
-    def _unload(self, pack: int) -> None:
+    def _unload(self, pack: int, *, keep: bool = False) -> None:
         self.device.release(self._loaded.pop(pack))
-        self.pager.drop(pack, What.WEIGHTS)
+        self.pager.drop(pack, What.WEIGHTS, keep=keep)
 
     def _settle_unneeded(self, keep: tuple[int, ...]) -> None:
         for pack in self.layers.spec.packs:
@@ -316,7 +344,44 @@ class Executor:
         """Let every block's weights go where the plan wants them; the schedule starts anew."""
         self._actions.clear()
         self._ahead.clear()
+        self.updates.rest()
         self._settle_unneeded(())
+
+    def _turn_over(self) -> None:
+        """After a step's backward: what the next forward begins with stays or is read, the rest goes."""
+        order = self._expected()
+        keep = self._first_packs()
+        self._ahead.clear()
+        for pack in keep:
+            if pack in self._loaded:
+                self._unload(pack, keep=True)  # a device's copy of it is old now
+        self._settle_unneeded(keep)
+        self._actions = deque(make_schedule(self.layers.spec, order, Kind.FORWARD))
+        while self._actions and self._actions[0].kind is Kind.READ:
+            self._read(self._actions.popleft().block)
+
+    def begin_update(
+        self, segments: dict[int, list[Segment]], *, grad_scale: float
+    ) -> None:
+        """Note an AdamW step as due, in the order in which the next forward needs it."""
+        blocks = self.layers.spec.blocks
+        order = [pack for block in self._expected() for pack in blocks[block].packs]
+        self.updates.begin(segments, grad_scale=grad_scale, order=order)
+        self.version += 1
+        self._turn_over()
+
+    def _expected(self) -> list[int]:
+        """Return the blocks of the next forward, in order."""
+        return self._order if self._complete and self._order else self._learned
+
+    def _first_packs(self) -> tuple[int, ...]:
+        """Return the packs that the next forward begins with."""
+        blocks = self.layers.spec.blocks
+        return tuple(pack for block in self._first for pack in blocks[block].packs)
+
+    @property
+    def _first(self) -> list[int]:
+        return self._expected()[:2]
 
     def weights_change(self) -> None:
         """Note that weights are about to change outside an update; copies on a device are stale then."""
@@ -414,7 +479,7 @@ class Executor:
         self.norms.clear()
         self.pager.lost = ""
         for pack in self.layers.spec.packs:
-            self.pager.discard(pack.index, What.GRADS)
+            self.updates.forget_gradient(pack.index)
         for param in self.layers.resident.values():
             param.grad = None
 
@@ -424,6 +489,7 @@ class Executor:
         self._order.clear()
         self._trace.clear()
         self._loaded.clear()
+        self.updates.rest()
         self.pager.reset()
         self.rest()
 

@@ -19,6 +19,7 @@ from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.executor import Executor, part_of
 from megatrain_nb.runtime.export import save_pretrained
+from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Home, Layers, cut
 from megatrain_nb.runtime.pager import STATES, Pager, What
 from megatrain_nb.runtime.tensor import (
@@ -29,12 +30,12 @@ from megatrain_nb.runtime.tensor import (
     streamed_tensor,
 )
 from megatrain_nb.runtime.tokens import loss_of, valid_tokens
+from megatrain_nb.runtime.update import Updates
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
     from torch.utils.hooks import RemovableHandle
 
     from megatrain_nb.runtime.session import Session
@@ -65,6 +66,8 @@ class PieceSource:
     def opened(self, *, write: bool) -> Iterator[Tensor]:
         """Give a plain tensor over the values for a moment."""
         self._offloaded.executor.check_usable()
+        if write or self._what is not What.GRADS:
+            self._offloaded.finish_update(self._home.pack.index)
         if write and self._what is What.WEIGHTS:
             self._offloaded.executor.weights_change()
         with self._offloaded.pager.opened(
@@ -102,8 +105,10 @@ class OffloadedModel:
 
     Attributes
     ----------
-    layers, pager, executor
-        The cut model, its bytes, and what runs it.
+    layers, pager, updates, executor
+        The cut model, its bytes, the updates that are due, and what runs it.
+    step_seconds
+        Time in ``optimizer.step`` so far, without the kernels' and without waiting.
     steps
         Updates that each parameter has had.
     residency
@@ -125,9 +130,13 @@ class OffloadedModel:
             store=session.store,
             on_span=session.on_span,
         )
+        self.updates = Updates(
+            self.pager, threads=session.threads, on_span=session.on_span
+        )
         self.executor = Executor(
             layers,
             pager=self.pager,
+            updates=self.updates,
             device=session.device,
             on_span=session.on_span,
             stop=session.stop_event,
@@ -137,7 +146,7 @@ class OffloadedModel:
         self.steps: dict[nn.Parameter, int] = {}
         self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self.num_steps = 0
-        self.update_seconds = 0.0
+        self.step_seconds = 0.0
         self.last_step: StepResult | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._since: dict[str, float] | None = None
@@ -249,6 +258,7 @@ class OffloadedModel:
             f"{why}: its weights are no longer in the store. Save before with mt.save_pretrained(model, dir), "
             "or get an ordinary model back with mt.unwrap(model)"
         )
+        self.updates.rest()
         self.pager.close()
         self.session.dismiss(self)
 
@@ -296,11 +306,9 @@ class OffloadedModel:
 
     def _check_disk(self, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
-        spare = (
-            4
-            * min(self.pager.tile_numel, max(p.numel for p in self.layers.spec.packs))
-            * 4
-        )
+        spec = self.layers.spec
+        # At most the weights of one block and the moments of the one before are on their way at once.
+        spare = 3 * max(map(spec.block_bytes, range(len(spec.blocks))))
         needed = residency.disk_bytes + spare if residency.disk_bytes else 0
         allowed = self.session.disk_room_bytes(self)
         if needed > allowed:
@@ -343,6 +351,8 @@ class OffloadedModel:
 
     def reset_optimizer(self) -> None:
         """Forget moments and step counts: a new optimizer starts from zero."""
+        self.finish_updates()
+        self.updates.rest()
         self.steps.clear()
         self.moments.clear()
         for pack in self.layers.spec.packs:
@@ -350,6 +360,22 @@ class OffloadedModel:
                 self.pager.discard(pack.index, what)
 
     # -- steps ----------------------------------------------------------------------------
+
+    def count_step(self, param: nn.Parameter) -> int:
+        """Count an update of a parameter, and return its number; the first is 1."""
+        self.steps[param] = self.steps.get(param, 0) + 1
+        return self.steps[param]
+
+    def finish_update(self, pack: int) -> None:
+        """Do what is due for one pack."""
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.updates.finish(pack)
+
+    def finish_updates(self) -> None:
+        """Do all that is due, and return when it is on the disk."""
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.updates.finish_all()
+            self.pager.barrier()
 
     def begin_step(self) -> None:
         """Let a step's clock run, unless it does already."""
@@ -389,6 +415,7 @@ class OffloadedModel:
         self.learn()
 
     def _before_forward(self, *_: Any) -> None:
+        self.session.give_turn(self)
         self.executor.begin_forward()
         if torch.is_grad_enabled():
             self.begin_step()
@@ -489,8 +516,3 @@ def offloaded_model(model: nn.Module) -> OffloadedModel | None:
     """Return the record of a model that is in a store, or None."""
     found = getattr(model, "_megatrain", None)
     return found if isinstance(found, OffloadedModel) else None
-
-
-def as_array(tensor: Tensor) -> np.ndarray:
-    """Return a CPU tensor's memory as a flat array."""
-    return tensor.detach().view(-1).numpy()

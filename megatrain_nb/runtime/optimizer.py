@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from megatrain_nb.errors import ArgumentError, ModelError
+from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import What
-from megatrain_nb.runtime.update import update_all
+from megatrain_nb.runtime.pager import STATES, What
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from torch import nn
 
     from megatrain_nb.runtime.offload import OffloadedModel
 
@@ -105,11 +107,10 @@ class AdamW(torch.optim.Optimizer):
             msg = "another optimizer was made for this model since; step with that one"
             raise ModelError(msg)
         offloaded.check_gradients()
-        offloaded.executor.rest()
         if self.taken_over is not None:
             self.taken_over._opt_called = True  # type: ignore[attr-defined]  # for its schedulers
         offloaded.begin_step()
-        begin, waited = time.perf_counter(), offloaded.pager.wait_seconds
+        begin, before = time.perf_counter(), offloaded.executor.not_computing()
         max_norm = (
             self._clip_once if self._clip_once is not None else self.max_grad_norm
         )
@@ -122,20 +123,19 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]
         }
         with interrupts_wait(offloaded.executor.stop, breakable=False):
-            try:
-                update_all(offloaded, configs, grad_scale=scale)
-            except BaseException as error:
-                offloaded.executor.unusable = (
-                    f"an update failed half-way ({type(error).__name__}: {error}); some weights are those of the "
-                    "step before, so the model must not be used. Close the session and start again"
-                )
-                raise
+            begin_update(offloaded, configs, grad_scale=scale)
             self._note_state()
             offloaded.num_steps += 1
-            waited = offloaded.pager.wait_seconds - waited
-            offloaded.update_seconds += time.perf_counter() - begin - waited
+            counted = offloaded.executor.not_computing() - before
+            offloaded.step_seconds += time.perf_counter() - begin - counted
             offloaded.finish_step(float(self.last_grad_norm))
         return loss
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Do what `step` left for the next forward to do, and return when it is on the disk."""
+        self.offloaded.executor.check_usable()
+        self.offloaded.finish_updates()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all pending gradients, or set them to zero."""
@@ -278,6 +278,53 @@ def clip_coefficient(norm: Tensor, max_norm: float | None) -> float:
     if max_norm is None:
         return 1.0
     return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def begin_update(
+    offloaded: OffloadedModel,
+    configs: dict[nn.Parameter, AdamWConfig],
+    *,
+    grad_scale: float,
+) -> None:
+    """Begin one AdamW step of every parameter of ``configs`` that has a pending gradient.
+
+    Streamed parameters are updated when the next forward needs them, ordinary ones at once, in place.
+    """
+    segments: dict[int, list[Segment]] = {}
+    for param, config in configs.items():
+        home = offloaded.layers.homes.get(param)
+        if home is not None and param in offloaded.executor.norms:
+            start, stop = home.spec.offset, home.spec.offset + home.spec.numel
+            segment = Segment(start, stop, config, offloaded.count_step(param))
+            segments.setdefault(home.pack.index, []).append(segment)
+    offloaded.executor.begin_update(segments, grad_scale=grad_scale)
+    for param, config in configs.items():
+        if param not in offloaded.layers.homes and param.grad is not None:
+            segment = Segment(0, param.numel(), config, offloaded.count_step(param))
+            _update_ordinary(offloaded, param, segment, grad_scale)
+
+
+def _update_ordinary(
+    offloaded: OffloadedModel, param: nn.Parameter, segment: Segment, grad_scale: float
+) -> None:
+    assert param.grad is not None
+    moments = [offloaded.moment(param, what) for what in STATES]
+    tensors = (param, *moments, param.grad)
+    hosts = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
+    values, exp_avg, exp_avg_sq, grad = (host.view(-1).numpy() for host in hosts)
+    threads = offloaded.session.threads
+    update(
+        values,
+        exp_avg,
+        exp_avg_sq,
+        grad,
+        [segment],
+        grad_scale=grad_scale,
+        threads=threads,
+    )
+    for tensor, host in zip(tensors[:3], hosts, strict=False):
+        if tensor.data_ptr() != host.data_ptr():
+            tensor.copy_(host)
 
 
 def _config(group: dict[str, Any]) -> AdamWConfig:

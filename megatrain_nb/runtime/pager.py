@@ -78,6 +78,11 @@ class Piece:
         """Bytes of the whole piece."""
         return self.pack.weight_bytes
 
+    @property
+    def landed(self) -> bool:
+        """Whether it is in RAM, and nothing of it still to come."""
+        return self.slab is not None and all(read.done() for read in self.loading)
+
     def floats(self) -> NDArray[np.float32]:
         """Return the loaded values, shape (numel,)."""
         assert self.slab is not None
@@ -124,6 +129,8 @@ class Pager:
         Why the store no longer holds the last weights or moments; empty while it does.
     lost
         The same for pending gradients.
+    give_way
+        Gives back some memory that was read ahead; False if there is none.
     wait_seconds
         Time that the training thread has waited for the disk so far.
     """
@@ -152,6 +159,7 @@ class Pager:
         }
         self._writing: dict[str, Future[None]] = {}
         self._held: Piece | None = None
+        self.give_way: Callable[[], bool] = lambda: False
 
     def piece(self, pack: int, what: What) -> Piece:
         """Return the record of one piece."""
@@ -199,12 +207,24 @@ class Pager:
         piece.users += 1
         return piece.floats()
 
-    def drop(self, pack: int, what: What, *, dirty: bool = False) -> None:
-        """End the use that ``need`` began; ``dirty`` says that the bytes changed."""
+    def drop(
+        self, pack: int, what: What, *, dirty: bool = False, keep: bool = False
+    ) -> None:
+        """End the use that ``need`` began.
+
+        Parameters
+        ----------
+        pack, what
+            Which piece.
+        dirty
+            The bytes changed.
+        keep
+            It is used again soon: it stays until the room is needed.
+        """
         piece = self._pieces[pack, what]
         piece.users -= 1
         piece.dirty = piece.dirty or dirty
-        if piece.users == 0:
+        if piece.users == 0 and not keep:
             self.settle(piece)
 
     def settle(self, piece: Piece) -> None:
@@ -264,14 +284,13 @@ class Pager:
         return f"{self._prefix}{piece.what.value}/{piece.pack.index}/{start // self.tile_numel}"
 
     def read_tile(
-        self, piece: Piece, start: int, stop: int
-    ) -> tuple[Slab, Future[None] | None]:
-        """Start to read one tile of a piece that is on disk into a slab of its own."""
-        slab = self._take((stop - start) * 4, "tiles of the update", patient=True)
-        assert slab is not None
+        self, piece: Piece, start: int, stop: int, *, patient: bool
+    ) -> tuple[Slab, Future[None] | None] | None:
+        """Start to read one tile of a piece that is on disk into a slab of its own; None if there is no room."""
         key = self.tile_key(piece, start)
         self._wait_writes(piece, key)
-        return slab, self._read(key, slab.array)
+        slab = self._take((stop - start) * 4, "tiles of the update", patient=patient)
+        return None if slab is None else (slab, self._read(key, slab.array))
 
     def write_tile(self, piece: Piece, start: int, slab: Slab) -> None:
         """Write one tile behind; the slab goes back to the pool when it is on disk."""
@@ -308,6 +327,11 @@ class Pager:
             piece.resident = stays
         for piece in leaving:  # but what was read ahead is still wanted
             self.settle(piece)
+
+    def shrink(self, limit_bytes: int) -> None:
+        """Give back what was read ahead or is being written, until the pool's use is within a limit."""
+        while self.pool.in_use_bytes > limit_bytes and self._make_room():
+            pass
 
     def reset(self) -> None:
         """After an error: nobody uses anything any more."""
@@ -381,31 +405,37 @@ class Pager:
         if self._held is not None:
             self.close_held()
             return True
-        for piece in self._pieces.values():
-            if piece.slab is not None and not (
-                piece.users or piece.dirty or piece.resident
-            ):
-                self._forget_slab(piece)
-                return True
-        return False
+        unused = [
+            piece
+            for piece in self._pieces.values()
+            if piece.slab is not None and not (piece.users or piece.resident)
+        ]
+        if (
+            unused
+        ):  # one that must be written first: it is needed later than one just read
+            self.settle(min(unused, key=lambda piece: not piece.dirty))
+            return True
+        return self.give_way()
 
     def _forget_slab(self, piece: Piece) -> None:
         if piece.slab is None:
             return
-        for future in piece.loading:
-            if not future.cancel():
+        slab, piece.slab = piece.slab, None
+        loading, piece.loading = piece.loading, []
+        self.give_up(slab, loading, what=f"reading the {piece}")
+
+    def give_up(self, slab: Slab, loading: list[Future[None]], *, what: str) -> None:
+        """Give a slab back whose reads may not have ended."""
+        for read in loading:
+            if not read.cancel():
                 # The slab may be reused only when no thread writes into it any more.
                 with suppress(Exception):
-                    wait(future, what=f"reading the {piece}")
-        stalled = any(not future.done() for future in piece.loading)
-        piece.loading = []
-        slab, piece.slab = piece.slab, None
-        if stalled:  # a late read may still write into the slab: it is never used again
-            self.broken = (
-                self.broken or f"reading the {piece} does not end: the disk is stalled"
-            )
-        else:
+                    wait(read, what=what)
+        if all(read.done() for read in loading):
             self.pool.give(slab)
+        elif not self.broken:
+            # A late read may still write into the slab: it is never used again.
+            self.broken = f"{what} does not end: the disk is stalled"
 
     def _wait_writes(self, piece: Piece, *only: str) -> None:
         """Let a piece's writes land: a read must see the last version."""

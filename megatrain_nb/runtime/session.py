@@ -80,6 +80,7 @@ class Session:
         device: Device,
     ) -> None:
         heap.return_freed_memory()
+        warm_up()
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -94,6 +95,7 @@ class Session:
         self.stop_event = threading.Event()
         self.num_models = 0
         self._models: list[OffloadedModel] = []
+        self._at_work: OffloadedModel | None = None
         self._closed = False
         self.device = device
         self._lock = OwnerLock(preflight.path)
@@ -110,7 +112,6 @@ class Session:
             undo.callback(self.store.close)
             self.threads = UpdateThreads()
             undo.callback(self.threads.close)
-            warm_up()
             undo.pop_all()
         self.notes = self._find_notes(reclaimed)
         rss.reset_peak()
@@ -188,6 +189,7 @@ class Session:
         """Note a model that left, and free what it had on disk."""
         if model in self._models:
             self._models.remove(model)
+            self._at_work = None
             if not self._closed:
                 model.pager.delete_all()
                 if self._models:  # the others may have its share
@@ -207,7 +209,18 @@ class Session:
             model.plan(share)
         self.pool.trim()
         reserved = max(model.residency.activation_bytes for model in self._models)
-        self.pool.limit_bytes = self.max_ram_bytes - reserved
+        limit = self.max_ram_bytes - reserved
+        for model in self._models:
+            model.pager.shrink(limit)
+        self.pool.limit_bytes = limit
+
+    def give_turn(self, model: OffloadedModel) -> None:
+        """Let one model run; what the others have read ahead makes room for it."""
+        if self._at_work is not model:
+            for other in self._models:
+                if other is not model:
+                    other.executor.rest()
+            self._at_work = model
 
     def disk_room_bytes(self, model: OffloadedModel) -> int:
         """Return the bytes that a model may have on disk beside the other models."""
@@ -242,7 +255,9 @@ class Session:
             "now": time.perf_counter(),
             "compute": sum(model.executor.compute_seconds for model in self._models),
             "wait": sum(model.pager.wait_seconds for model in self._models),
-            "update": sum(model.update_seconds for model in self._models),
+            "update": sum(
+                model.step_seconds + model.updates.seconds for model in self._models
+            ),
             "read": float(self.store.read_bytes),
             "written": float(self.store.written_bytes),
         }

@@ -224,6 +224,9 @@ class _Reports(transformers.TrainerCallback):
         for callback in self._trainer.session.callbacks:
             callback.on_train_begin(state.max_steps)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.streamed_optimizer.finish()
+
 
 def check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
     """Refuse what cannot be honoured, in a sentence that says why.

@@ -201,7 +201,6 @@ def run_window(
         executor.drop_gradients()
         offloaded.forget_step()
         raise
-    executor.rest()
     offloaded.note_loss(sum(losses[1:], start=losses[0]), tokens)
     return losses
 
