@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import logging
 import os
 import threading
@@ -80,7 +81,7 @@ class Session:
         device: Device,
     ) -> None:
         heap.return_freed_memory()
-        warm_up()
+        load_code()
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -412,6 +413,12 @@ def init(
         device=opened,
     )
     return _current
+
+
+def load_code() -> None:
+    """Import and compile what the first step would, so that it is not taken for the model's memory."""
+    importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
+    warm_up()
 
 
 def current_session() -> Session | None:

@@ -17,6 +17,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_nb.runtime import rss
+from megatrain_nb.runtime.session import load_code
 
 Step = Callable[[list[dict[str, torch.Tensor]]], dict[str, Any]]
 
@@ -92,6 +93,7 @@ def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
 
 def main(kind: str, *arguments: str) -> None:
     """Answer each line of stdin with one step."""
+    load_code()
     base = rss.resident_bytes()
     step = plain() if kind == "plain" else offload(*arguments)
     print(json.dumps({"ready": True}), flush=True)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import megatrain_nb as mt
+from megatrain_nb.optim import adamw
 from megatrain_nb.plan.model import TILE_NUMEL
-from megatrain_nb.runtime import update as update_module
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.store.tilefile import TileFile
 from tests.runtime.common import (
@@ -186,7 +186,9 @@ def test_random_delays_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, tile: int
 ) -> None:
     """Every read, write and update takes its own time; the result is that of a run without delays."""
-    monkeypatch.setitem(Pager.__init__.__kwdefaults__, "tile_numel", tile)
+    defaults = Pager.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "tile_numel", tile)
     with opened(tmp_path):
         model, optimizer = wrapped(seeded(lambda: TinyLM(tied=tied)), max_grad_norm=0.5)
         for step in range(25):
@@ -204,7 +206,7 @@ def test_random_delays_change_nothing(
 
     for name in ("read", "write"):
         monkeypatch.setattr(TileFile, name, delayed(getattr(TileFile, name)))
-    monkeypatch.setattr(update_module, "update", delayed(update_module.update))
+    monkeypatch.setattr("megatrain_nb.runtime.update.update", delayed(adamw.update))
     with opened(tmp_path, max_ram_gb="180 kB"):
         model, optimizer = wrapped(seeded(lambda: TinyLM(tied=tied)), max_grad_norm=0.5)
         for step in range(25):
