@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from megatrain_nb.errors import ModelError, SessionError, StoreError
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule, successors
 from megatrain_nb.plan.timeline import Span
+from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
 from megatrain_nb.runtime.call import BlockCall, keep_weights, refuse_gradient
 from megatrain_nb.runtime.interrupts import interrupts_wait
@@ -323,9 +324,10 @@ class Executor:
         keep = {
             pack for near in (wanted.block, *self._ahead) for pack in blocks[near].packs
         }
+        backward = wanted.kind is Kind.BACKWARD
         for pack in blocks[block].packs:
             if pack in self._loaded and pack not in keep:
-                self._unload(pack)
+                self._unload(pack, keep=backward and pack in self._first_packs())
 
     def _unload(self, pack: int, *, keep: bool = False) -> None:
         self.device.release(self._loaded.pop(pack))
@@ -381,7 +383,7 @@ class Executor:
 
     @property
     def _first(self) -> list[int]:
-        return self._expected()[:2]
+        return self._expected()[:NUM_FIRST]
 
     def weights_change(self) -> None:
         """Note that weights are about to change outside an update; copies on a device are stale then."""

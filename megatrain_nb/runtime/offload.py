@@ -369,7 +369,7 @@ class OffloadedModel:
     def finish_update(self, pack: int) -> None:
         """Do what is due for one pack."""
         with interrupts_wait(self.executor.stop, breakable=False):
-            self.updates.finish(pack)
+            self.updates.settle(pack)
 
     def finish_updates(self) -> None:
         """Do all that is due, and return when it is on the disk."""
@@ -400,6 +400,12 @@ class OffloadedModel:
         spent = {key: now[key] - since[key] for key in now}
         seconds = {cause: spent[cause] for cause in ("compute", "wait", "update")}
         seconds["other"] = max(0.0, spent["now"] - sum(seconds.values()))
+        least = {"compute": seconds["compute"]}
+        if self.session.device.in_place:  # the kernels run on the same cores
+            least["compute"] += seconds["update"]
+        if self.session.store.rate.best:
+            moved = spent["read"] + spent["written"]
+            least["disk"] = moved / self.session.store.rate.best
         losses = self._losses
         self.last_step = StepResult(
             step=self.num_steps,
@@ -409,6 +415,7 @@ class OffloadedModel:
             seconds=seconds,
             read_bytes=int(spent["read"]),
             written_bytes=int(spent["written"]),
+            least_seconds=least,
         )
         self.forget_step()
         self.session.note_step(self.last_step)

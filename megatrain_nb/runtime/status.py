@@ -107,6 +107,14 @@ class Status:
                 ),
                 ("its time", f"{format_seconds(step.total_seconds)}: {causes}"),
                 (
+                    "its bound",
+                    ", ".join(
+                        f"{resource} needs {format_seconds(seconds)}"
+                        for resource, seconds in step.least_seconds.items()
+                    )
+                    + f"; the step reached {step.share_of_bound:.0%} of what {step.bound} allows",
+                ),
+                (
                     "its traffic",
                     f"{format_bytes(step.read_bytes)} read, {format_bytes(step.written_bytes)} written",
                 ),

@@ -148,7 +148,6 @@ class Updates:
         """
         due = self._due.get(pack)
         if due is None:
-            self._give_back(pack)  # what was read of it may change now
             return
         self._pager.need(pack, What.WEIGHTS)
         try:
@@ -165,6 +164,11 @@ class Updates:
         if pack in self._unwanted:
             self._unwanted.remove(pack)
             self._pager.discard(pack, What.GRADS)
+
+    def settle(self, pack: int) -> None:
+        """Pay the debt of one pack, and forget what was read of its moments: they may change."""
+        self.finish(pack)
+        self._give_back(pack)
 
     def finish_all(self) -> None:
         """Pay every debt; what was written may still be on its way to the disk."""

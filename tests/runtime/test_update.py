@@ -12,6 +12,7 @@ import torch
 import megatrain_nb as mt
 from megatrain_nb.optim import adamw
 from megatrain_nb.plan.model import TILE_NUMEL
+from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.store.tilefile import TileFile
 from tests.runtime.common import (
@@ -168,6 +169,25 @@ def test_a_plan_that_shrinks_while_updates_are_due(tmp_path: Path) -> None:
             session.plan()
             window_step(model, optimizer, step)
         assert differing(expected, snapshot(model, optimizer)) == []
+
+
+@pytest.mark.parametrize("resident", [0, 20_000, 70_000])
+def test_a_step_moves_what_the_plan_says(tmp_path: Path, resident: int) -> None:
+    with opened(tmp_path) as session:
+        session.max_resident_bytes = resident
+        model, optimizer = wrapped(seeded(TinyLM))
+        window_step(model, optimizer, 0)
+        window_step(model, optimizer, 1)  # from now on there are moments to read
+        results = [window_step(model, optimizer, step) for step in range(2, 14)]
+        record = model._megatrain
+        order = [block.index for block in record.layers.spec.blocks]
+        planned = step_traffic(record.layers.spec, record.residency, order)
+        # What is read early for the next step may count in either.
+        read = sum(result.read_bytes for result in results) / len(results)
+        written = sum(result.written_bytes for result in results) / len(results)
+        assert read == pytest.approx(planned.read_bytes, rel=0.02)
+        assert written == pytest.approx(planned.written_bytes, rel=0.02)
+        assert 0 < results[-1].share_of_bound <= 1
 
 
 def test_memory_goes_back_after_the_last_step(tmp_path: Path) -> None:

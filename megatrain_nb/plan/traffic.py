@@ -1,0 +1,80 @@
+"""Bytes that one optimizer step moves between disk and RAM, from the plan alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain_nb.plan.model import BYTES_PER_STATES
+from megatrain_nb.plan.schedule import Kind, make_schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from megatrain_nb.plan.memory import Residency
+    from megatrain_nb.plan.model import ModelSpec
+
+# A forward's first blocks stay in RAM, weights and gradients, from the backward before.
+NUM_FIRST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes read from disk and written to it."""
+
+    read_bytes: int
+    written_bytes: int
+
+
+def step_traffic(
+    spec: ModelSpec, residency: Residency, order: Sequence[int]
+) -> Traffic:
+    """Return what a step in the middle of training moves, its update included.
+
+    Parameters
+    ----------
+    spec
+        The model; all of its packs are trained.
+    residency
+        What stays in RAM.
+    order
+        Block indices in the order in which forward passes them; backward goes the other way, and the last
+        block turns while it is loaded.
+    """
+    first = {pack for block in order[:NUM_FIRST] for pack in spec.blocks[block].packs}
+    last = set(spec.blocks[order[-1]].packs) if order else set()
+    every = {pack for block in order for pack in spec.blocks[block].packs}
+    loads = [
+        *_loads(spec, order, Kind.FORWARD, loaded=first),
+        *_loads(spec, list(order)[-2::-1], Kind.BACKWARD, loaded=last),
+    ]
+    weights = _bytes(spec, (p for p in loads if p not in residency.weights))
+    updated = _bytes(spec, every - residency.weights)
+    grads = _bytes(spec, every - residency.grads - first)
+    states = _bytes(spec, every - residency.states) // 4 * BYTES_PER_STATES
+    return Traffic(weights + grads + states, updated + grads + states)
+
+
+def _loads(
+    spec: ModelSpec, order: Sequence[int], kind: Kind, *, loaded: set[int]
+) -> list[int]:
+    """Return the packs that a pass reads, in order; those in ``loaded`` are there already."""
+    loaded = set(loaded)
+    reads: list[int] = []
+    ahead: list[int] = []
+    for action in make_schedule(spec, order, kind):
+        packs = spec.blocks[action.block].packs
+        if action.kind is Kind.READ:
+            ahead.append(action.block)
+            reads += [pack for pack in packs if pack not in loaded]
+            loaded.update(packs)
+        elif action.kind is kind:
+            ahead.remove(action.block)
+        else:
+            needed = {pack for block in ahead for pack in spec.blocks[block].packs}
+            loaded -= set(packs) - needed
+    return reads
+
+
+def _bytes(spec: ModelSpec, packs: Iterable[int]) -> int:
+    return sum(spec.packs[pack].weight_bytes for pack in packs)

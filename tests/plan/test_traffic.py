@@ -1,0 +1,39 @@
+"""What a step moves, as arithmetic; the runtime's tests compare it with what was moved."""
+
+from __future__ import annotations
+
+from megatrain_nb.plan.memory import Residency
+from megatrain_nb.plan.traffic import Traffic, step_traffic
+from tests.plan.test_schedule import make_spec
+
+SPEC = make_spec([[0], [1], [2], [3]])
+BLOCK = SPEC.packs[0].weight_bytes
+ALL = frozenset(range(4))
+
+
+def test_everything_on_disk() -> None:
+    # Weights: blocks 2 and 3 forward, 2, 1 and 0 backward. Gradients of 2 and 3 leave; all moments.
+    assert step_traffic(SPEC, Residency(), [0, 1, 2, 3]) == Traffic(
+        read_bytes=(2 + 3 + 2 + 8) * BLOCK, written_bytes=(4 + 2 + 8) * BLOCK
+    )
+
+
+def test_what_stays_does_not_move() -> None:
+    assert step_traffic(
+        SPEC, Residency(weights=ALL, grads=ALL, states=ALL), [0, 1, 2, 3]
+    ) == Traffic(0, 0)
+    only_states = Residency(weights=ALL, grads=ALL)
+    assert step_traffic(SPEC, only_states, [0, 1, 2, 3]) == Traffic(
+        8 * BLOCK, 8 * BLOCK
+    )
+
+
+def test_tied_packs_move_once_each_way() -> None:
+    tied = make_spec([[0], [1], [2], [0]])
+    traffic = step_traffic(tied, Residency(), [0, 1, 2, 3])
+    # Pack 0 is there at the start and leaves before block 3 needs it again.
+    assert traffic.written_bytes == (3 + 1 + 6) * BLOCK
+
+
+def test_no_blocks() -> None:
+    assert step_traffic(SPEC, Residency(), []) == Traffic(0, 0)
