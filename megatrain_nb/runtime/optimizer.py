@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
     from megatrain_nb.runtime.offload import OffloadedModel
 
+logger = logging.getLogger("megatrain_nb")
+
+_NONFINITE = ("stop", "skip")
 _NOT_OURS = ("amsgrad", "differentiable", "capturable")
 
 
@@ -40,6 +44,12 @@ class AdamW(torch.optim.Optimizer):
         False puts the weight decay into the gradient, as torch.optim.Adam does.
     max_grad_norm
         Clip the total 2-norm of the gradients in every step; None for no clipping.
+
+    Attributes
+    ----------
+    nonfinite
+        What `step` does where a gradient is NaN or infinite: ``"stop"`` raises an error that names the
+        parameter, ``"skip"`` leaves weights and moments as they are and goes on.
 
     Raises
     ------
@@ -65,6 +75,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         check_max_norm(max_grad_norm)
         self.offloaded = offloaded
+        self.nonfinite = "stop"
         self.max_grad_norm = max_grad_norm
         self.last_grad_norm = torch.tensor(float("nan"))
         self.taken_over: torch.optim.Optimizer | None = None
@@ -96,6 +107,8 @@ class AdamW(torch.optim.Optimizer):
         ------
         SessionError
             The session is closed, or an earlier update failed half-way.
+        ModelError
+            A gradient is not finite (unless ``nonfinite="skip"``); nothing has changed.
         """
         loss = None
         if closure is not None:
@@ -116,6 +129,14 @@ class AdamW(torch.optim.Optimizer):
         )
         self._clip_once = None
         self.last_grad_norm = offloaded.total_norm()
+        skipped = self._why_not_finite()
+        if skipped and self.nonfinite == "stop":
+            msg = (
+                f"{skipped} in step {offloaded.num_steps + 1}; nothing was updated, the weights are those of the "
+                'step before. Lower the learning rate or clip with max_grad_norm, or give nonfinite="skip" to '
+                "leave such steps out"
+            )
+            raise ModelError(msg)
         scale = clip_coefficient(self.last_grad_norm, max_norm)
         configs = {
             param: _config(group)
@@ -123,13 +144,31 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]
         }
         with interrupts_wait(offloaded.executor.stop, breakable=False):
-            begin_update(offloaded, configs, grad_scale=scale)
+            if skipped:
+                logger.warning("step %d skipped: %s", offloaded.num_steps + 1, skipped)
+            else:
+                begin_update(offloaded, configs, grad_scale=scale)
             self._note_state()
             offloaded.num_steps += 1
             counted = offloaded.executor.not_computing() - before
             offloaded.step_seconds += time.perf_counter() - begin - counted
             offloaded.finish_step(float(self.last_grad_norm))
         return loss
+
+    def _why_not_finite(self) -> str:
+        """Name a parameter whose gradient is not finite; empty if all are."""
+        if self.last_grad_norm.isfinite():
+            return ""
+        offloaded = self.offloaded
+        for name, param in offloaded.model.named_parameters():
+            norm = offloaded.executor.norms.get(param)
+            if norm is None and param not in offloaded.layers.homes:
+                norm = None if param.grad is None else param.grad.norm().cpu()
+            if norm is not None and not norm.isfinite():
+                return (
+                    f"the gradient of {name} is not finite (its norm is {float(norm)})"
+                )
+        return f"the norm of all gradients is {float(self.last_grad_norm)}, though each one's is finite"
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -213,6 +252,7 @@ def adopt(
     offloaded: OffloadedModel,
     optimizer: torch.optim.Optimizer,
     max_grad_norm: float | None,
+    nonfinite: str = "stop",
 ) -> AdamW:
     """Take over a torch AdamW or Adam with its groups, hyper-parameters and state.
 
@@ -231,6 +271,7 @@ def adopt(
         decoupled=decoupled,
         max_grad_norm=max_grad_norm,
     )
+    adopted.nonfinite = nonfinite
     # The very same dicts: a scheduler that was made for the old optimizer goes on setting rates here.
     adopted.param_groups = optimizer.param_groups
     for group in adopted.param_groups:
@@ -258,6 +299,13 @@ def check_max_norm(max_norm: float | None) -> None:
     usable = isinstance(given, int | float) and math.isfinite(given) and given > 0
     if given is not None and not usable:
         msg = f"max_grad_norm={max_norm!r} is not usable; give a finite number > 0, or None for no clipping"
+        raise ArgumentError(msg)
+
+
+def check_nonfinite(nonfinite: str) -> None:
+    """Raise ArgumentError if it is not known what to do with gradients that are not finite."""
+    if nonfinite not in _NONFINITE:
+        msg = f'nonfinite={nonfinite!r} is not known; give "stop" or "skip"'
         raise ArgumentError(msg)
 
 

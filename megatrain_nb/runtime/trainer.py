@@ -12,7 +12,12 @@ from transformers.trainer_utils import SaveStrategy
 
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
-from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind
+from megatrain_nb.runtime.optimizer import (
+    AdamW,
+    adopt,
+    check_kind,
+    check_nonfinite,
+)
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import valid_tokens
 from megatrain_nb.runtime.wrap import run_window
@@ -41,6 +46,7 @@ class Trainer(transformers.Trainer):
         ``TrainingArguments`` as for transformers, with ``save_strategy="no"``; what cannot be honoured is refused.
     **kwargs
         As for ``transformers.Trainer``. ``optimizers=(optimizer, scheduler)`` takes an AdamW or Adam over.
+        ``nonfinite``: as for `wrap`.
 
     Raises
     ------
@@ -73,6 +79,8 @@ class Trainer(transformers.Trainer):
                 setattr(args, name, False)  # each block is recomputed anyway
         if self.session.device.torch_device.type == "cpu":
             args.dataloader_pin_memory = False  # there is nothing to pin for
+        self._nonfinite = kwargs.pop("nonfinite", "stop")
+        check_nonfinite(self._nonfinite)
         optimizer, scheduler = kwargs.pop("optimizers", (None, None)) or (None, None)
         if optimizer is not None:
             check_kind(optimizer)
@@ -89,7 +97,9 @@ class Trainer(transformers.Trainer):
             offload(model, self.session)
         self._offloaded_of(model).executor.check_usable()
         if optimizer is not None:
-            optimizer = adopt(self._offloaded_of(model), optimizer, None)
+            optimizer = adopt(
+                self._offloaded_of(model), optimizer, None, self._nonfinite
+            )
         self._window: list[tuple[nn.Module, Any, Any]] = []
         super().__init__(
             model=model, args=args, optimizers=(optimizer, scheduler), **kwargs
@@ -120,7 +130,7 @@ class Trainer(transformers.Trainer):
         """Make an AdamW with transformers' own parameter groups."""
         if self.optimizer is None:
             made = super().create_optimizer(model)
-            self.optimizer = adopt(self.offloaded, made, None)
+            self.optimizer = adopt(self.offloaded, made, None, self._nonfinite)
         return self.optimizer
 
     def training_step(

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
-from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind, check_max_norm
+from megatrain_nb.runtime.optimizer import (
+    AdamW,
+    adopt,
+    check_kind,
+    check_max_norm,
+    check_nonfinite,
+)
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import (
     NumItems,
@@ -36,6 +42,7 @@ def wrap(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     max_grad_norm: float | None = None,
+    nonfinite: str = "stop",
 ) -> tuple[nn.Module, AdamW]:
     """Move a model into the open session; the usual training loop works on what comes back.
 
@@ -49,6 +56,9 @@ def wrap(
         Of the AdamW that is made, as in torch.optim.AdamW.
     max_grad_norm
         Clip the total norm in every ``optimizer.step()``.
+    nonfinite
+        Where a gradient is NaN or infinite: ``"stop"`` raises an error that names it before anything is
+        updated, ``"skip"`` leaves that step's update out.
 
     Returns
     -------
@@ -72,6 +82,7 @@ def wrap(
         msg = f"model={given!r} is not a torch.nn.Module"
         raise ArgumentError(msg)
     check_max_norm(max_grad_norm)
+    check_nonfinite(nonfinite)
     if optimizer is not None:
         check_kind(optimizer)
         if (lr, betas, eps, weight_decay) != (1e-3, (0.9, 0.999), 1e-8, 1e-2):
@@ -82,7 +93,7 @@ def wrap(
         offloaded = offload(model, session)
     offloaded.executor.check_usable()
     if optimizer is not None:
-        return model, adopt(offloaded, optimizer, max_grad_norm)
+        return model, adopt(offloaded, optimizer, max_grad_norm, nonfinite)
     params = [param for param in model.parameters() if param.requires_grad]
     made = AdamW(
         offloaded,
@@ -93,6 +104,7 @@ def wrap(
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
     )
+    made.nonfinite = nonfinite
     return model, made
 
 
