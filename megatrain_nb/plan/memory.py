@@ -35,6 +35,8 @@ class Residency:
         Bytes that stream: the block that computes, the next one, its gradient, the optimizer's tiles.
     activation_bytes
         Bytes set aside for what the model itself allocates.
+    keep_bytes
+        Bytes that activations may take which are kept from forward to backward.
     disk_bytes
         Bytes that live on disk.
     """
@@ -45,6 +47,7 @@ class Residency:
     resident_bytes: int = 0
     working_bytes: int = 0
     activation_bytes: int = 0
+    keep_bytes: int = 0
     disk_bytes: int = 0
 
 
@@ -65,6 +68,8 @@ def plan_residency(
     *,
     limit_bytes: int,
     activation_bytes: int,
+    keep_bytes: int = 0,
+    keep_share: float = 0.0,
     resident_bytes: int | None = None,
     tile_numel: int = TILE_NUMEL,
 ) -> Residency:
@@ -77,7 +82,12 @@ def plan_residency(
     limit_bytes
         RAM budget in bytes.
     activation_bytes
-        Bytes set aside for the model's own tensors.
+        Bytes set aside for the model's own tensors while a block computes.
+    keep_bytes
+        What every block's activations take that could be kept from forward to backward.
+    keep_share
+        Where not everything fits: the share, 0 to 1, of the RAM beside what streams that goes to kept
+        activations (they save computing) before packs get any (they save traffic).
     resident_bytes
         Keep at most this much in RAM, however large the budget is.
     tile_numel
@@ -102,6 +112,9 @@ def plan_residency(
             states=all_packs,
             resident_bytes=spec.state_bytes,
             activation_bytes=activation_bytes,
+            keep_bytes=min(
+                keep_bytes, limit_bytes - spec.state_bytes - activation_bytes
+            ),
         )
     working = working_bytes(spec, tile_numel=tile_numel)
     left = limit_bytes - working - activation_bytes
@@ -118,6 +131,8 @@ def plan_residency(
             f"{format_bytes(1.005 * (minimum + activation_bytes))}, or shorten the sequence or the micro-batch"
         )
         raise BudgetError(msg)
+    kept_bytes = min(keep_bytes, int(keep_share * left))
+    left -= kept_bytes
     allowed = left if resident_bytes is None else min(left, resident_bytes)
     left = allowed
     kept: dict[str, set[int]] = {"weights": set(), "grads": set(), "states": set()}
@@ -138,5 +153,6 @@ def plan_residency(
         resident_bytes=resident,
         working_bytes=working,
         activation_bytes=activation_bytes,
+        keep_bytes=kept_bytes,
         disk_bytes=spec.state_bytes - resident,
     )

@@ -58,6 +58,11 @@ class Session:
     max_resident_bytes
         Keep at most this much of each model in RAM between uses, in bytes, however large the budget is; None
         lets the plan decide. For measurements and tests.
+    max_kept_bytes
+        Keep at most this much of each model's activations from forward to backward; None lets the plan decide.
+    keep_share
+        Where a model streams: the share of the RAM beside what streams that may hold activations from forward
+        to backward, before weights and states may stay there.
     callbacks
         Listeners; append a `Callback`.
     shown
@@ -88,6 +93,8 @@ class Session:
             _DEFAULT_RAM_SHARE * rss.available_bytes()
         )
         self.max_resident_bytes: int | None = None
+        self.max_kept_bytes: int | None = None
+        self.keep_share = 0.0
         self.callbacks: list[Callback] = []
         self.shown = False
         self.last_step: StepResult | None = None
@@ -206,7 +213,10 @@ class Session:
         for model in self._models:
             model.plan(share)
         self.pool.trim()
-        reserved = max(model.residency.activation_bytes for model in self._models)
+        reserved = max(
+            model.residency.activation_bytes + model.residency.keep_bytes
+            for model in self._models
+        )
         self.pool.limit_bytes = self.max_ram_bytes - reserved
 
     def disk_room_bytes(self, model: OffloadedModel) -> int:

@@ -45,6 +45,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "place": ("ram", "disk", "mixed"),
     "path": ("window", "loop"),
     "device": ("host", "slots"),
+    "keep": (False, True),
 }
 
 # Every architecture meets every combination of the values of any three factors.
@@ -84,10 +85,10 @@ def random_state_is_not_restored(patch: pytest.MonkeyPatch) -> None:
 def gradient_of_recorded_logits_is_dropped(patch: pytest.MonkeyPatch) -> None:
     backward = call.BlockCall.backward
 
-    def without(self: call.BlockCall, grads: Any) -> Any:
+    def without(self: call.BlockCall, grads: Any, bound: Any) -> Any:
         count = sum(self._recorded_counts.values())
         kept = [*grads[: len(grads) - count], *[None] * count]
-        return backward(self, kept)
+        return backward(self, kept, bound)
 
     patch.setattr(call.BlockCall, "backward", without)
 
