@@ -19,7 +19,7 @@ import sys
 import weakref
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ ESCAPED = (
     "a tensor computed inside {} is used outside it by another way than the block's output (a hook or an "
     "attribute), and a gradient reached it: it would be lost. Return it from the block's forward"
 )
+
+# Without these private functions of torch nothing is kept.
+_COUNTABLE = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 
 
 class WeightView(NamedTuple):
@@ -151,7 +154,7 @@ class Saver:
                     pack,
                     tuple(tensor.shape),
                     tensor.stride(),
-                    tensor.storage_offset(),
+                    int(tensor.storage_offset()),
                 )
             tensor = tensor.clone()
         saved = Saved(tensor)
@@ -174,9 +177,11 @@ class Saver:
 
     def weights_are_free(self) -> bool:
         """Whether nothing but the block's modules and autograd's own leaves holds a weight."""
-        return self._references == self._count_references()
+        return _COUNTABLE and self._references == self._count_references()
 
     def _count_references(self) -> list[int]:
+        if not _COUNTABLE:
+            return []
         leaves = [_references(leaf) for leaf in self._bound.plain.values()]
         flats = [
             torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
@@ -297,10 +302,11 @@ class Keeping:
         return peak
 
 
-def _references(leaf: Tensor) -> int:
+def _references(leaf: Any) -> int:
     """Count who holds a leaf, from Python or from C++, without the accumulator that a graph gives it."""
-    in_graph = leaf.requires_grad and leaf._use_count() > 1
-    return sys.getrefcount(leaf) + leaf._use_count() - in_graph * _graph_references()
+    uses = int(leaf._use_count())
+    in_graph = leaf.requires_grad and uses > 1
+    return sys.getrefcount(leaf) + uses - in_graph * _graph_references()
 
 
 @cache
@@ -308,10 +314,10 @@ def _graph_references() -> int:
     """Return how many references a graph adds to its leaf; torch's releases differ."""
 
     def count() -> int:
-        return sys.getrefcount(leaf) + leaf._use_count()
+        return sys.getrefcount(leaf) + int(leaf._use_count())
 
     with torch.enable_grad():
-        leaf = torch.zeros(1, requires_grad=True)
+        leaf: Any = torch.zeros(1, requires_grad=True)
         before, graph, after = count(), leaf * 2, count()
         return after - before if graph.requires_grad else 0
 
@@ -337,4 +343,6 @@ def _identity(tensor: Tensor) -> int:
 
 def _size(tensor: Tensor) -> int:
     storage = _storage(tensor)
-    return tensor.numel() * tensor.element_size() if storage is None else storage.nbytes()
+    return (
+        tensor.numel() * tensor.element_size() if storage is None else storage.nbytes()
+    )

@@ -301,7 +301,9 @@ class OffloadedModel:
     def _keepable_bytes(self) -> int:
         """Return what activations would take if all of a window's were kept, within what the session allows."""
         if self.device.type != "cpu":
-            return 0  # they would take the accelerator's memory, which is not planned yet
+            return (
+                0  # they would take the accelerator's memory, which is not planned yet
+            )
         allowed = self.session.max_kept_bytes
         return self._keep_wanted if allowed is None else min(self._keep_wanted, allowed)
 
@@ -335,7 +337,9 @@ class OffloadedModel:
         measured = round(1.05 * max(other, 0))
         grown = keeping.wanted_bytes > self._keep_wanted
         if measured > self._reserved or measured < 0.8 * self._reserved or grown:
-            if grown:  # a little more, so that a window that is hardly larger changes nothing
+            if (
+                grown
+            ):  # a little more, so that a window that is hardly larger changes nothing
                 self._keep_wanted = round(1.05 * keeping.wanted_bytes)
             self._reserved = max(measured, 0)
             self.session.plan()

@@ -60,7 +60,7 @@ def plain(*flags: str) -> Step:
                 **batch, use_cache=False, num_items_in_batch=torch.tensor(tokens)
             ).loss
             part.backward()
-            loss += float(part)
+            loss += float(part.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -105,9 +105,10 @@ def main(kind: str, *arguments: str) -> None:
     print(json.dumps({"ready": True}), flush=True)
     for window, _ in zip(windows(*shape), sys.stdin, strict=False):
         rss.reset_peak()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         answer = step(window)
         answer["seconds"] = time.perf_counter() - start
+        answer["cpu_seconds"] = time.process_time() - cpu_start
         answer["peak_bytes"] = rss.peak_bytes() - base
         print(json.dumps(answer), flush=True)
 

@@ -15,6 +15,7 @@ from megatrain_nb.runtime import (
     call,
     device,
     executor,
+    kept,
     offload,
     optimizer,
     pager,
@@ -223,6 +224,15 @@ def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device.SlotDevice, "onload", stale)
 
 
+def weights_are_kept_as_they_are(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kept.Saver, "pack", lambda _, tensor: kept.Saved(tensor.detach()))
+    patch.setattr(kept.Saver, "weights_are_free", lambda _: True)
+
+
+def kept_gradients_stay_behind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(executor.Bound, "add_gradient", lambda *_: None)
+
+
 def streams_are_those_of_the_caller(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         window,
@@ -249,6 +259,8 @@ TEETH: dict[Callable[[pytest.MonkeyPatch], None], Case] = {
     norm_forgets_a_parameter: HURT,
     bias_correction_stands_still: HURT,
     slots_keep_old_weights: replace(HURT, device="slots"),
+    weights_are_kept_as_they_are: replace(HURT, keep=True),
+    kept_gradients_stay_behind: replace(HURT, keep=True, place="ram"),
     streams_are_those_of_the_caller: replace(HURT, dropout=0.1),
 }
 
