@@ -35,6 +35,8 @@ class Residency:
         Bytes for what streams: see `streaming_bytes`; less where there is less room.
     activation_bytes
         Bytes set aside for what the model itself allocates.
+    keep_bytes
+        Bytes that activations may take which are kept from forward to backward.
     disk_bytes
         Bytes that live on disk.
     """
@@ -45,6 +47,7 @@ class Residency:
     resident_bytes: int = 0
     working_bytes: int = 0
     activation_bytes: int = 0
+    keep_bytes: int = 0
     disk_bytes: int = 0
 
 
@@ -76,6 +79,8 @@ def plan_residency(
     *,
     limit_bytes: int,
     activation_bytes: int,
+    keep_bytes: int = 0,
+    keep_share: float = 0.0,
     resident_bytes: int | None = None,
     tile_numel: int = TILE_NUMEL,
 ) -> Residency:
@@ -88,7 +93,12 @@ def plan_residency(
     limit_bytes
         RAM budget in bytes.
     activation_bytes
-        Bytes set aside for the model's own tensors.
+        Bytes set aside for the model's own tensors while a block computes.
+    keep_bytes
+        What every block's activations take that could be kept from forward to backward.
+    keep_share
+        Where not everything fits: the share, 0 to 1, of the RAM beside what streams that goes to kept
+        activations (they save computing) before packs get any (they save traffic).
     resident_bytes
         Keep at most this much in RAM, however large the budget is.
     tile_numel
@@ -113,6 +123,9 @@ def plan_residency(
             states=all_packs,
             resident_bytes=spec.state_bytes,
             activation_bytes=activation_bytes,
+            keep_bytes=min(
+                keep_bytes, limit_bytes - spec.state_bytes - activation_bytes
+            ),
         )
     working = working_bytes(spec, tile_numel=tile_numel)
     room = limit_bytes - activation_bytes
@@ -131,6 +144,8 @@ def plan_residency(
         raise BudgetError(msg)
     working = max(working, min(streaming_bytes(spec), room))
     left = room - working
+    kept_bytes = min(keep_bytes, int(keep_share * left))
+    left -= kept_bytes
     allowed = left if resident_bytes is None else min(left, resident_bytes)
     left = allowed
     kept: dict[str, set[int]] = {"weights": set(), "grads": set(), "states": set()}
@@ -151,5 +166,6 @@ def plan_residency(
         resident_bytes=resident,
         working_bytes=working,
         activation_bytes=activation_bytes,
+        keep_bytes=kept_bytes,
         disk_bytes=spec.state_bytes - resident,
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def through_autograd(executor: Executor, call: BlockCall) -> Any:
     """Run a block so that ``loss.backward()`` comes back through it."""
     with executor.running(call.block, Kind.FORWARD) as bound, bound:
-        call.run(keep=False)
+        call.run(bound)
     if not any(x.requires_grad for x in call.outputs):
         return call.result(call.outputs)
     # Without an input that wants a gradient (token ids), this keeps the node in the graph.
@@ -73,5 +73,5 @@ class _BlockNode(torch.autograd.Function):
             )
             raise ModelError(msg)
         with executor.running(call.block, Kind.BACKWARD) as bound, bound:
-            inputs = call.backward(grads)
+            inputs = call.backward(grads, bound)
         return (None, None, None, None, *inputs)

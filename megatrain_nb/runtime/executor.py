@@ -23,8 +23,9 @@ from megatrain_nb.plan.schedule import Action, Kind, make_schedule, successors
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
-from megatrain_nb.runtime.call import BlockCall, keep_weights, refuse_gradient
+from megatrain_nb.runtime.call import BlockCall, keep_weights
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.kept import Keeping, Later, loosen
 from megatrain_nb.runtime.pager import What
 
 if TYPE_CHECKING:
@@ -40,14 +41,49 @@ if TYPE_CHECKING:
 
 
 class Bound:
-    """A loaded block: inside ``with``, its modules hold ordinary parameters over the loaded weights."""
+    """A loaded block: inside ``with``, its modules hold ordinary parameters over the loaded weights.
+
+    Attributes
+    ----------
+    plain
+        The ordinary parameter for each streamed one.
+    flats
+        The loaded weights of each of its packs, flat.
+    later
+        Where the graphs of kept calls find their weights when backward comes.
+    landed
+        For a parameter whose gradient has a home: brings it there.
+    """
 
     def __init__(
-        self, executor: Executor, block: Block, plain: dict[nn.Parameter, nn.Parameter]
+        self, executor: Executor, block: Block, flats: dict[int, Tensor]
     ) -> None:
-        self.plain = plain
+        self.plain: dict[nn.Parameter, nn.Parameter] = {}
+        self.flats = flats
+        self.later = Later(block.name, executor.version)
+        self.landed: dict[nn.Parameter, Callable[[Tensor], None]] = {}
         self._executor = executor
         self._block = block
+
+    @property
+    def version(self) -> int:
+        """The count of weight changes now."""
+        return self._executor.version
+
+    @property
+    def keeping(self) -> Keeping:
+        """The budget of kept activations."""
+        return self._executor.keeping
+
+    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Do what autograd does for a parameter, for a graph that was made with another one's weights."""
+        plain = self.plain[param]
+        if plain.grad is not None:
+            plain.grad.add_(grad)
+            return
+        plain.grad = grad
+        if param in self.landed:
+            self.landed[param](plain)
 
     def __enter__(self) -> Self:
         for site in self._block.sites:
@@ -78,6 +114,8 @@ class Executor:
         2-norm of the pending gradient of each parameter that has one, as a float32 scalar tensor.
     version
         Counts changes of the weights.
+    keeping
+        Which calls keep their activations for backward.
     compute_seconds
         Time inside blocks' forward and backward so far.
     inside
@@ -98,6 +136,7 @@ class Executor:
         relieve: Callable[[], None],
     ) -> None:
         self.layers = layers
+        self.keeping = Keeping()
         self.pager = pager
         self.updates = updates
         self.device = device
@@ -161,6 +200,12 @@ class Executor:
         if self._complete and self._order:
             self._learned = self._order
         self._order, self._complete = [], False
+        if self.window is None:
+            self.keeping.choose(self._learned)
+
+    def expect_window(self) -> None:
+        """Note that a window starts."""
+        self.keeping.choose(self._learned)
 
     def end_forward(self) -> None:
         """Note that the model's forward is complete."""
@@ -197,7 +242,10 @@ class Executor:
             if with_grads
         }
         start, before = time.perf_counter(), self.not_computing()
-        bound = Bound(self, block, self._plain_parameters(block, grads))
+        bound = Bound(
+            self, block, {pack: self._loaded[pack] for pack in block.spec.packs}
+        )
+        self._make_parameters(bound, block, grads)
         versions = [plain._version for plain in bound.plain.values()]
         try:
             yield bound
@@ -209,6 +257,9 @@ class Executor:
                 raise ModelError(msg)
             if with_grads:
                 self._take_gradients(block, bound)
+            elif bound.later.used:
+                for plain in bound.plain.values():
+                    loosen(plain)
         finally:
             for pack in grads:
                 self.pager.drop(pack, What.GRADS, dirty=True, keep=early)
@@ -393,30 +444,30 @@ class Executor:
 
     # -- parameters in modules --------------------------------------------------------------------------
 
-    def _plain_parameters(
-        self, block: Block, grads: dict[int, Any]
-    ) -> dict[nn.Parameter, nn.Parameter]:
+    def _make_parameters(
+        self, bound: Bound, block: Block, grads: dict[int, Any]
+    ) -> None:
         """Make ordinary parameters over the loaded weights."""
-        plain: dict[nn.Parameter, nn.Parameter] = {}
         recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
             for param in dict.fromkeys(site.param for site in block.sites):
                 home = self.layers.homes[param]
-                values = part_of(self._loaded[home.pack.index], home)
-                plain[param] = nn.Parameter(values, requires_grad=param.requires_grad)
+                values = part_of(bound.flats[home.pack.index], home)
+                plain = nn.Parameter(values, requires_grad=param.requires_grad)
+                bound.plain[param] = plain
                 if not param.requires_grad:
                     continue
                 if grads:
-                    self._home_gradient(param, plain[param], grads[home.pack.index])
+                    self._home_gradient(param, bound, grads[home.pack.index])
                 elif recorded:
-                    plain[param].register_hook(refuse_gradient(block.name))
-        return plain
+                    plain.register_hook(bound.later.check)
+                    plain.register_post_accumulate_grad_hook(
+                        bound.later.hand_over(param)
+                    )
 
-    def _home_gradient(
-        self, param: nn.Parameter, plain: nn.Parameter, host: Any
-    ) -> None:
+    def _home_gradient(self, param: nn.Parameter, bound: Bound, host: Any) -> None:
         """Let gradients accumulate in the very bytes that the optimizer will read, where that is possible."""
-        home = self.layers.homes[param]
+        home, plain = self.layers.homes[param], bound.plain[param]
         gradient = self.device.gradient_home(host)
         if gradient is None:
             if param in self.norms:  # added to in the same order as on the host
@@ -436,6 +487,7 @@ class Executor:
                 gradient.copy_(tensor.grad)
                 tensor.grad = gradient
 
+        bound.landed[param] = landed
         plain.register_post_accumulate_grad_hook(landed)
 
     def _trained_packs(self, block: Block) -> list[int]:

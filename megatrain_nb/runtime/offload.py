@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_nb.errors import BudgetError, ModelError, SessionError, StoreError
+from megatrain_nb.plan.keep import prefers_kept
 from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
@@ -156,6 +157,8 @@ class OffloadedModel:
         self.residency = Residency()
         self._hooks: list[RemovableHandle] = []
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
+        self._keep_wanted = 0
+        self._keep_first = False
         session.adopt(self)
         try:
             session.plan()
@@ -296,6 +299,8 @@ class OffloadedModel:
             spec,
             limit_bytes=limit_bytes,
             activation_bytes=max(0, min(self._reserved, room)),
+            keep_bytes=self._keepable_bytes(),
+            keep_share=self._keep_share(),
             resident_bytes=self.session.max_resident_bytes,
             tile_numel=tile_numel,
         )
@@ -303,6 +308,18 @@ class OffloadedModel:
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
+        self.executor.keeping.limit_bytes = residency.keep_bytes
+
+    def _keep_share(self) -> float:
+        given = self.session.keep_share
+        return float(self._keep_first) if given is None else given
+
+    def _keepable_bytes(self) -> int:
+        """Return what activations would take if all of a window's were kept, within what the session allows."""
+        if self.device.type != "cpu":
+            return 0  # they would take the accelerator's memory, not planned yet
+        allowed = self.session.max_kept_bytes
+        return self._keep_wanted if allowed is None else min(self._keep_wanted, allowed)
 
     def _check_disk(self, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
@@ -320,15 +337,25 @@ class OffloadedModel:
 
     def relieve(self) -> None:
         """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
-        if self.session.other_bytes() > self._reserved:
+        kept = self.executor.keeping.limit_bytes
+        if self.session.other_bytes() > self._reserved + kept:
             heap.trim()
             self.learn()
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
-        measured = round(1.05 * self.session.other_peak_bytes())
-        if measured > self._reserved or measured < 0.8 * self._reserved:
+        keeping = self.executor.keeping
+        other = self.session.other_peak_bytes() - keeping.restart_peak()
+        measured = round(1.05 * max(other, 0))
+        grown = keeping.wanted_bytes > self._keep_wanted
+        least = self.last_step.least_seconds if self.last_step is not None else {}
+        first = prefers_kept(least, now=self._keep_first)
+        off = not 0.8 * self._reserved <= measured <= self._reserved
+        if off or grown or first != self._keep_first:
+            if grown:  # with a margin: a window that is hardly larger changes nothing
+                self._keep_wanted = round(1.05 * keeping.wanted_bytes)
             self._reserved = max(measured, 0)
+            self._keep_first = first
             self.session.plan()
             logger.info(
                 "set aside %s for activations; %s resident",

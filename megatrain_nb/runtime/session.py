@@ -59,6 +59,11 @@ class Session:
     max_resident_bytes
         Keep at most this much of each model in RAM between uses, in bytes, however large the budget is; None
         lets the plan decide. For measurements and tests.
+    max_kept_bytes
+        Keep at most this much of each model's activations from forward to backward; None lets the plan decide.
+    keep_share
+        Where a model streams: the share of the RAM beside what streams that may hold activations from forward
+        to backward, before weights and states may stay there; None lets the plan decide.
     callbacks
         Listeners; append a `Callback`.
     shown
@@ -90,6 +95,8 @@ class Session:
             _DEFAULT_RAM_SHARE * rss.available_bytes()
         )
         self.max_resident_bytes: int | None = None
+        self.max_kept_bytes: int | None = None
+        self.keep_share: float | None = None
         self.callbacks: list[Callback] = []
         self.shown = False
         self.last_step: StepResult | None = None
@@ -209,7 +216,10 @@ class Session:
         for model in self._models:
             model.plan(share)
         self.pool.trim()
-        reserved = max(model.residency.activation_bytes for model in self._models)
+        reserved = max(
+            model.residency.activation_bytes + model.residency.keep_bytes
+            for model in self._models
+        )
         limit = self.max_ram_bytes - reserved
         for model in self._models:
             model.pager.shrink(limit)

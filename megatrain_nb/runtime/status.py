@@ -38,6 +38,7 @@ class ModelStatus:
     resident_bytes: int
     working_bytes: int
     activation_bytes: int
+    keep_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,8 @@ class Status:
                     "its state",
                     f"{format_bytes(model.state_bytes)} of weights, gradients and moments; "
                     f"{format_bytes(model.resident_bytes)} stay in RAM, {format_bytes(model.working_bytes)} of buffers for what streams, "
-                    f"{format_bytes(model.activation_bytes)} set aside for activations",
+                    f"{format_bytes(model.activation_bytes)} set aside for activations, "
+                    f"{format_bytes(model.keep_bytes)} for those that are kept instead of computed again",
                 ),
             ]
         if self.last_step is not None:
@@ -151,4 +153,5 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         resident_bytes=residency.resident_bytes,
         working_bytes=residency.working_bytes,
         activation_bytes=residency.activation_bytes,
+        keep_bytes=residency.keep_bytes,
     )

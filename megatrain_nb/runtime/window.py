@@ -146,6 +146,7 @@ class Window:
             The detached loss of each micro-batch.
         """
         self._executor.window = self
+        self._executor.expect_window()
         hub = ThreadState.current(self._device)
         try:
             for batch in self._batches:
@@ -221,15 +222,15 @@ class Window:
         turning = executor.is_last(block)
         with executor.running(block, Kind.FORWARD, turning=turning) as bound:
             for batch in group:
-                result = self._forward_call(batch, bound, keep=turning)
+                result = self._forward_call(batch, bound, turning=turning)
                 self._resume(batch, result)
                 del result
                 while batch.loss is not None and turning and batch.top_block() is block:
                     self._backward_call(batch, bound)
                 for call in batch.calls:
-                    call.forget()
+                    call.end_turn()
 
-    def _forward_call(self, batch: MicroBatch, bound: Bound, *, keep: bool) -> Any:
+    def _forward_call(self, batch: MicroBatch, bound: Bound, *, turning: bool) -> Any:
         """Run one micro-batch's call of the loaded block, and return what the model gets from it."""
         call = batch.waiting
         assert call is not None
@@ -240,7 +241,7 @@ class Window:
                     call.block, call.block.forward(*call.args, **call.kwargs)
                 )
             else:
-                call.run(keep=keep)
+                call.run(bound, turning=turning)
                 result = call.result(call.outputs)
                 batch.enter(call)
         batch.state = ThreadState.current(self._device)
@@ -260,7 +261,7 @@ class Window:
             batch.leave([None] * len(call.tracked))
             return
         with bound:
-            inputs = call.backward(grads)
+            inputs = call.backward(grads, bound)
         batch.leave(inputs)
 
 

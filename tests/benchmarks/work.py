@@ -1,8 +1,9 @@
 """The work of the benchmarks: a Llama of 120 M parameters, stepped on command.
 
-Run as ``python -m tests.benchmarks.work plain`` or ``... offload DIR MAX_RAM_GB [disk]``; every line on
-stdin takes one optimizer step and answers with one line of JSON. A process of its own for each side
-keeps allocators, threads and memory apart.
+Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk]``,
+each with ``--window BATCHxLENGTHxCOUNT`` where it is not 2x256x2; every line on stdin takes one optimizer
+step and answers with one line of JSON. A process of its own for each side keeps allocators, threads and
+memory apart.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ def windows(
         yield [{"input_ids": x, "labels": x} for x in ids]
 
 
-def plain() -> Step:
-    """Plain PyTorch: all in RAM, gradient checkpointing, fused AdamW, clipping."""
+def plain(*flags: str) -> Step:
+    """Plain PyTorch: all in RAM, fused AdamW, clipping; gradient checkpointing unless a flag says no."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(config()).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "--no-checkpointing" not in flags:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(window: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def plain() -> Step:
                 **batch, use_cache=False, num_items_in_batch=torch.tensor(tokens)
             ).loss
             part.backward()
-            loss += float(part)
+            loss += float(part.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -95,13 +97,20 @@ def main(kind: str, *arguments: str) -> None:
     """Answer each line of stdin with one step."""
     load_code()
     base = rss.resident_bytes()
-    step = plain() if kind == "plain" else offload(*arguments)
+    given = [*arguments]
+    shape = [2, 256, 2]
+    if "--window" in given:
+        at = given.index("--window")
+        shape = [int(number) for number in given[at + 1].split("x")]
+        del given[at : at + 2]
+    step = plain(*given) if kind == "plain" else offload(*given)
     print(json.dumps({"ready": True}), flush=True)
-    for window, _ in zip(windows(), sys.stdin, strict=False):
+    for window, _ in zip(windows(*shape), sys.stdin, strict=False):
         rss.reset_peak()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         answer = step(window)
         answer["seconds"] = time.perf_counter() - start
+        answer["cpu_seconds"] = time.process_time() - cpu_start
         answer["peak_bytes"] = rss.peak_bytes() - base
         print(json.dumps(answer), flush=True)
 

@@ -82,6 +82,42 @@ def test_the_ceiling_is_kept(spec: ModelSpec, ceiling: int) -> None:
     assert kept_bytes(spec, plan) <= ceiling
 
 
+@given(
+    specs,
+    st.integers(1, 3_000_000),
+    st.integers(0, 200_000),
+    st.integers(0, 500_000),
+    st.floats(0, 1),
+)
+def test_kept_activations_are_part_of_the_budget(
+    spec: ModelSpec, limit: int, activations: int, wanted: int, share: float
+) -> None:
+    try:
+        plan = plan_residency(
+            spec,
+            limit_bytes=limit,
+            activation_bytes=activations,
+            keep_bytes=wanted,
+            keep_share=share,
+            tile_numel=TILE,
+        )
+    except BudgetError:
+        return
+    used = plan.resident_bytes + plan.working_bytes + plan.activation_bytes
+    assert used + plan.keep_bytes <= limit
+    assert 0 <= plan.keep_bytes <= wanted
+    without = plan_for(spec, limit, activations)
+    assert without is not None
+    if without.disk_bytes == 0:  # what is left over is given to activations
+        assert plan.resident_bytes == spec.state_bytes
+        assert plan.keep_bytes == min(wanted, limit - spec.state_bytes - activations)
+    elif share == 0:
+        assert plan == without
+    elif share == 1:
+        left = limit - plan.working_bytes - activations
+        assert plan.keep_bytes == min(wanted, left)
+
+
 def test_weights_come_first_and_the_last_blocks_before() -> None:
     spec = make_spec([4096] * 4)
     one = spec.packs[0].weight_bytes

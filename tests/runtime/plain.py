@@ -6,10 +6,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 import megatrain_nb as mt
+from megatrain_nb.runtime.call import BlockCall
 from megatrain_nb.runtime.device import SlotDevice
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.optimizer import AdamW
@@ -53,6 +55,7 @@ class Case:
     place: str = "disk"
     path: str = "window"
     device: str = "host"
+    keep: bool = False
 
     def __str__(self) -> str:
         return "-".join(
@@ -65,6 +68,7 @@ class Case:
                 self.place,
                 self.path,
                 self.device,
+                "keep" if self.keep else "again",
             ]
         )
 
@@ -249,6 +253,7 @@ def opened(
 
 def streamed_trace(case: Case, session: Session, steps: int = 5) -> Trace:
     """Train the same through a session."""
+    session.keep_share, session.max_kept_bytes = 1.0, None if case.keep else 0
     model, optimizer = mt.wrap(
         make_model(case.name, tied=case.tied, dropout=case.dropout),
         lr=LR,
@@ -257,12 +262,37 @@ def streamed_trace(case: Case, session: Session, steps: int = 5) -> Trace:
     )
     windows = [make_window(case.name, step, case.accumulation) for step in range(steps)]
     torch.manual_seed(7)
-    if case.path == "window":
-        trace = window_trace(model, optimizer, windows)
-    else:
-        trace = loop_trace(model, optimizer, windows, loss_of(case.name))
+    with counted() as again:
+        again_after: list[int] = []
+        if case.path == "window":
+            trace = window_trace(
+                model, optimizer, windows, after_step=lambda: again_after.append(*again)
+            )
+        else:
+            trace = loop_trace(
+                model,
+                optimizer,
+                windows,
+                loss_of(case.name),
+                after_step=lambda: again_after.append(*again),
+            )
+    # The first step learns what activations take; then no block computes its forward again, or each layer does.
+    assert (again_after[0] == again_after[-1]) == case.keep
     check_place(case.place, session, model)
     return trace
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count the calls that compute their forward again, in the one element of the list."""
+    again, as_it_was = [0], BlockCall._as_it_was
+
+    def counting(self: Any) -> Any:
+        again[0] += 1
+        return as_it_was(self)
+
+    with mock.patch.object(BlockCall, "_as_it_was", counting):
+        yield again
 
 
 def tied_name(name: str) -> str:

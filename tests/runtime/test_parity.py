@@ -15,6 +15,7 @@ from megatrain_nb.runtime import (
     call,
     device,
     executor,
+    kept,
     offload,
     optimizer,
     pager,
@@ -46,6 +47,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "place": ("ram", "disk", "mixed"),
     "path": ("window", "loop"),
     "device": ("host", "slots"),
+    "keep": (False, True),
 }
 
 # Every architecture meets every combination of the values of any three factors.
@@ -85,10 +87,10 @@ def random_state_is_not_restored(patch: pytest.MonkeyPatch) -> None:
 def gradient_of_recorded_logits_is_dropped(patch: pytest.MonkeyPatch) -> None:
     backward = call.BlockCall.backward
 
-    def without(self: call.BlockCall, grads: Any) -> Any:
+    def without(self: call.BlockCall, grads: Any, bound: Any) -> Any:
         count = sum(self._recorded_counts.values())
         kept = [*grads[: len(grads) - count], *[None] * count]
-        return backward(self, kept)
+        return backward(self, kept, bound)
 
     patch.setattr(call.BlockCall, "backward", without)
 
@@ -227,6 +229,15 @@ def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(device.SlotDevice, "onload", stale)
 
 
+def weights_are_kept_as_they_are(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kept.Saver, "pack", lambda _, tensor: kept.Saved(tensor.detach()))
+    patch.setattr(kept.Saver, "weights_are_free", lambda _: True)
+
+
+def kept_gradients_stay_behind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(executor.Bound, "add_gradient", lambda *_: None)
+
+
 def streams_are_those_of_the_caller(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         window,
@@ -253,6 +264,8 @@ TEETH: dict[Callable[[pytest.MonkeyPatch], None], Case] = {
     norm_forgets_a_parameter: HURT,
     bias_correction_stands_still: HURT,
     slots_keep_old_weights: replace(HURT, device="slots"),
+    weights_are_kept_as_they_are: replace(HURT, keep=True),
+    kept_gradients_stay_behind: replace(HURT, keep=True, place="ram"),
     streams_are_those_of_the_caller: replace(HURT, dropout=0.1),
 }
 
