@@ -157,7 +157,7 @@ def test_the_pool_is_never_exceeded_in_training(
         return slab
 
     monkeypatch.setattr(HostPool, "_take", take)
-    with opened(tmp_path, max_ram_gb="160 kB"):
+    with opened(tmp_path, max_ram_gb="105 kB"):
         model, optimizer = wrapped(seeded(TinyLM))
         for step in range(3):
             window_step(model, optimizer, step)
