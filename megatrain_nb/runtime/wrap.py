@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.callbacks import StepResult
 
 
-def wrap(
+def wrap(  # noqa: PLR0913
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -43,13 +43,14 @@ def wrap(
     weight_decay: float = 1e-2,
     max_grad_norm: float | None = None,
     nonfinite: str = "stop",
+    dtype: torch.dtype | str | None = None,
 ) -> tuple[nn.Module, AdamW]:
     """Move a model into the open session; the usual training loop works on what comes back.
 
     Parameters
     ----------
     model
-        fp32, in RAM or made by ``mt.from_config``. Its memory is freed block by block as it moves.
+        fp32 or bf16, in RAM or made by ``mt.from_config``. Its memory is freed block by block as it moves.
     optimizer
         A torch.optim.AdamW or Adam to take over, state included; None makes an AdamW.
     lr, betas, eps, weight_decay
@@ -59,6 +60,9 @@ def wrap(
     nonfinite
         Where a gradient is NaN or infinite: ``"stop"`` raises an error that names it before anything is
         updated, ``"skip"`` leaves that step's update out.
+    dtype
+        What the model computes in: ``torch.float32``, or ``torch.bfloat16`` with an fp32 master, which is what
+        AdamW updates. None: what its parameters are. Buffers stay as they are.
 
     Returns
     -------
@@ -70,7 +74,7 @@ def wrap(
     SessionError
         No session is open.
     ArgumentError
-        An optimizer that cannot be taken over.
+        An optimizer that cannot be taken over, or a dtype other than these.
     ModelError
         A model that cannot be streamed.
     BudgetError
@@ -88,9 +92,7 @@ def wrap(
         if (lr, betas, eps, weight_decay) != (1e-3, (0.9, 0.999), 1e-8, 1e-2):
             msg = "lr, betas, eps and weight_decay are those of the optimizer that you give; leave them out"
             raise ArgumentError(msg)
-    offloaded = offloaded_model(model)
-    if offloaded is None:
-        offloaded = offload(model, session)
+    offloaded = offload(model, session, dtype)
     offloaded.executor.check_usable()
     if optimizer is not None:
         return model, adopt(offloaded, optimizer, max_grad_norm, nonfinite)
