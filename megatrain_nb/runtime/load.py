@@ -128,6 +128,8 @@ def _finish(
     offloaded.become(model, layers)
     for param in layers.homes:
         stream_parameter(param, offloaded.source(param), offloaded.device, dtype)
+    if getattr(getattr(model, "config", None), "dtype", None) is not None:
+        model.config.dtype = dtype
     offloaded.intercept(dtype)
     return model
 

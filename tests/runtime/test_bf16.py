@@ -13,6 +13,7 @@ import transformers
 
 import megatrain_nb as mt
 from megatrain_nb.codec.split import Split, split
+from megatrain_nb.optim import adamw
 from megatrain_nb.runtime import executor, kept, offload, pager, source, update
 from megatrain_nb.runtime.device import SlotDevice
 from megatrain_nb.runtime.source import PieceSource
@@ -170,6 +171,7 @@ class Reference:
             grads = [param.grad]
             if name == self.tied:
                 grads = [head.grad] if in_window else [head.grad, param.grad]
+                assert param.grad is not None
                 self.heads.append(param.grad)
             for grad in grads:
                 add(sums, name, grad)
@@ -329,7 +331,7 @@ def lower_halves_are_not_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def lower_halves_are_not_read(patch: pytest.MonkeyPatch) -> None:
-    inner = update.update
+    inner = adamw.update
 
     def without(param: Any, *args: Any, **kwargs: Any) -> None:
         param.lo[:] = 0
@@ -431,7 +433,7 @@ def test_a_model_made_in_the_store_keeps_its_fp32_numbers(
         assert differing(dict(model.named_buffers()), buffers) == []
         cast(plain)
         assert differing(parameters(model), parameters(plain)) == []
-        assert model.dtype == torch.bfloat16
+        assert model.dtype == model.config.dtype == torch.bfloat16
         batch = make_batch(name, 0)
         with torch.no_grad():
             mine, other = model.eval()(**batch), plain.eval()(**batch)
@@ -626,7 +628,9 @@ def test_refusals(tmp_path: Path) -> None:
         assert model.scale.dtype == torch.bfloat16
 
 
-def test_the_trainer_takes_the_dtype(tmp_path: Path) -> None:
+def test_the_trainer_takes_the_dtype(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     windows = [make_window("llama", step, 2) for step in range(2)]
     arguments = transformers.TrainingArguments(
         str(tmp_path / "out"),
@@ -651,9 +655,10 @@ def test_the_trainer_takes_the_dtype(tmp_path: Path) -> None:
         trainer = mt.Trainer(
             make_model("llama"), arguments, train_dataset=rows, dtype=torch.bfloat16
         )
-        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+        in_order = torch.utils.data.SequentialSampler(rows)
+        monkeypatch.setattr(trainer, "_get_train_sampler", lambda *_: in_order)
         trainer.train()
-        ours = masters(trainer.model)
+        ours = masters(trainer.offloaded.model)
     with opened(tmp_path / "b", "disk"):
         model, optimizer = mt.wrap(
             make_model("llama"),
