@@ -113,6 +113,9 @@ def wrap(  # noqa: PLR0913
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model as an ordinary one, its weights in ordinary memory.
 
+    What computed in bf16 comes back in bf16; its fp32 master is gone then, so write that before with
+    ``mt.save_pretrained(model, dir, dtype=torch.float32)``.
+
     Raises
     ------
     ModelError

@@ -559,6 +559,40 @@ def test_fp32_and_bf16_parameters_in_one_block(tmp_path: Path) -> None:
         assert "of them compute in bf16" in str(status)
 
 
+def test_fp32_and_bf16_parameters_kept_or_computed_again(tmp_path: Path) -> None:
+    found = []
+    for kept_bytes in (0, None):
+        with common.opened(tmp_path) as session:
+            session.keep_share, session.max_kept_bytes = 1.0, kept_bytes
+            model = seeded(lambda: TinyLM(Mixed)).bfloat16()
+            for layer in model.layers:
+                layer.norm.float()
+            model, optimizer = wrapped(model)
+            for step in range(3):
+                window_step(model, optimizer, step)
+            found.append(masters(model) | common.snapshot(model, optimizer))
+    assert differing(*found) == []
+
+
+def test_an_optimizer_is_taken_over_with_its_state(tmp_path: Path) -> None:
+    """Moments that an fp32 model had; from then on the numbers are those of an fp32 AdamW."""
+    model = seeded(TinyLM)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    common.plain_step(model, optimizer, 0)
+    numbers = copy.deepcopy(model)
+    theirs = torch.optim.AdamW(numbers.parameters(), lr=LR, fused=True)
+    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with common.opened(tmp_path):
+        model, ours = wrapped(model, optimizer, dtype=torch.bfloat16)
+        common.loss_of(model, common.batch(5)).backward()
+        for param, number in zip(model.parameters(), numbers.parameters(), strict=True):
+            number.grad = param.grad.clone()
+        ours.step()
+        theirs.step()
+        expected = {name: x.detach() for name, x in numbers.named_parameters()}
+        assert differing(masters(model), expected) == []
+
+
 def test_there_is_no_second_copy(tmp_path: Path) -> None:
     """Two bytes that stream, two beside the moments, and nothing else."""
     with common.opened(tmp_path) as session:
