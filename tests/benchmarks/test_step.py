@@ -92,7 +92,7 @@ def test_step_time(case: str, tmp_path: Path, request: pytest.FixtureRequest) ->
     assert ratio <= bound
 
 
-# Plain PyTorch in pure bf16, without a master, takes 0.46 to 0.64 of plain fp32 on the machines tried.
+# Plain PyTorch in pure bf16, without a master, takes 0.46 to 0.51 of plain fp32 on two cores with AVX512-BF16.
 MAX_BF16 = 0.55
 
 
@@ -109,7 +109,10 @@ def test_bf16_over_fp32(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     finally:
         half.close()
         single.close()
-    ratio = statistics.median(b["seconds"] / a["seconds"] for a, b in pairs)
+    ratio, of_cpu = (
+        statistics.median(b[key] / a[key] for a, b in pairs)
+        for key in ("seconds", "cpu_seconds")
+    )
     seconds = [
         statistics.median(pair[side]["seconds"] for pair in pairs) for side in (0, 1)
     ]
@@ -122,7 +125,7 @@ def test_bf16_over_fp32(tmp_path: Path, request: pytest.FixtureRequest) -> None:
         "\nbf16 with an fp32 master over fp32: 120 M Llama, 2 x 256 tokens x 2 micro-batches, max_ram_gb=0.8"
         f"\n  fp32  {seconds[0]:.2f} s, {moved[0]}"
         f"\n  bf16  {seconds[1]:.2f} s, {moved[1]}"
-        f"\n  ratio {ratio:.2f} (at most {MAX_BF16})"
+        f"\n  ratio {ratio:.2f} (at most {MAX_BF16}), of CPU seconds {of_cpu:.2f}"
     )
     assert all(a["loss"] == pytest.approx(b["loss"], rel=0.01) for a, b in pairs)
     assert ratio <= MAX_BF16
