@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from megatrain_nb.plan.logits import Chunking
     from megatrain_nb.runtime.callbacks import StepResult
     from megatrain_nb.runtime.offload import OffloadedModel
 
@@ -38,6 +39,7 @@ class ModelStatus:
     resident_bytes: int
     working_bytes: int
     activation_bytes: int
+    logits: Chunking | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,14 @@ class Status:
                     f"{format_bytes(model.activation_bytes)} set aside for activations",
                 ),
             ]
+            if model.logits is not None:
+                rows.append(
+                    (
+                        "logits",
+                        f"in chunks of {model.logits.tokens} tokens: "
+                        f"{format_bytes(model.logits.whole_bytes)} would not fit",
+                    )
+                )
         if self.last_step is not None:
             step = self.last_step
             causes = ", ".join(
@@ -143,4 +153,5 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         resident_bytes=residency.resident_bytes,
         working_bytes=residency.working_bytes,
         activation_bytes=residency.activation_bytes,
+        logits=model.logits.chunking,
     )
