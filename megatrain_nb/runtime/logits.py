@@ -64,7 +64,7 @@ class LargeLogits:
     Attributes
     ----------
     chunking
-        How the last logits that did not fit were cut, or None.
+        How the largest logits that did not fit were cut, or None.
     """
 
     def __init__(self, executor: Executor, room: Callable[[], int]) -> None:
@@ -206,7 +206,9 @@ class Head:
 
     def loss(self, task: LossTask, chunking: Chunking) -> Tensor:
         """Run head and loss as one block."""
-        self._owner.chunking = chunking
+        known = self._owner.chunking
+        if known is None or known.whole_bytes < chunking.whole_bytes:
+            self._owner.chunking = chunking
         return self._call(self._owner.fused(self.block), self.hidden, task)
 
     def _is_used_with_gradients(self) -> bool:
