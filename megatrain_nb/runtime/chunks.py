@@ -95,7 +95,7 @@ class LossTask:
             return 1.0
         return 1 / len(self.targets) if len(self.targets) else 0.0
 
-    def run(self, hidden: Tensor, weight: nn.Parameter, bias: Any) -> Tensor:
+    def run(self, hidden: Tensor, weight: Any, bias: Any) -> Tensor:
         """Return the loss, with a graph where gradients are recorded."""
         if torch.is_grad_enabled():
             node: Any = _ChunkedLoss
@@ -185,10 +185,12 @@ class _Pass:
         self.scale = 1.0
         self.sums: list[_Sum] = []
         self.d_hidden: Tensor | None = None
+        self._logits: Tensor | None = None
 
     def run(self) -> Tensor:
         """Return the loss alone."""
         losses = [self._loss(h, t)[0] for h, t, _ in self._chunks()]
+        self._logits = None
         return self.task.reduced(losses, self.hidden)
 
     @torch.no_grad()
@@ -228,6 +230,7 @@ class _Pass:
                     each.add_rows(dz, scale)
         for each in self.sums:
             each.end()
+        self._logits = None
         return self.task.reduced(losses, self.hidden)
 
     def correct(self, scale: float) -> None:
@@ -263,10 +266,7 @@ class _Pass:
         self, hidden: Tensor, targets: Tensor, *, gradient: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Return the loss of each token of a chunk, and the gradient of their sum at the head's output."""
-        weight, bias = self.weight.detach(), self.bias
-        z = torch.nn.functional.linear(
-            hidden, weight, None if bias is None else bias.detach()
-        )
+        z = self._product(hidden)
         leaf, x = z, z
         if self.task.operations:
             with torch.set_grad_enabled(gradient):
@@ -282,6 +282,17 @@ class _Pass:
         if self.task.operations:
             (own,) = torch.autograd.grad(x, leaf, own)
         return loss, own
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """Return the logits of a chunk, (n, classes), in memory that every chunk uses: new pages cost time."""
+        weight = self.weight.detach()
+        if self._logits is None:
+            most = min(self.task.chunk, len(self.task.rows))
+            self._logits = hidden.new_empty((most, len(weight)))
+        out = self._logits[: len(hidden)]
+        if self.bias is None:
+            return torch.mm(hidden, weight.t(), out=out)
+        return torch.addmm(self.bias.detach(), hidden, weight.t(), out=out)
 
 
 def _cross_entropy_in_place(

@@ -499,7 +499,8 @@ def _cross_entropy(
             label_smoothing=float(asked["label_smoothing"]),
             chunk=chunking.tokens,
         )
-        return logits._head.loss(task, chunking)
+        loss: Tensor = logits._head.loss(task, chunking)
+        return loss
 
 
 def _version(tensor: Tensor) -> int:

@@ -75,15 +75,18 @@ class Seen:
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """No logits fit; notes how many exist at once."""
     seen = Seen()
-    linear = functional.linear
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        result = linear(*args, **kwargs)
-        if result.shape[-1] == VOCABULARY:
-            seen.rows = max(seen.rows, result.numel() // VOCABULARY)
-        return result
+    def noted(func: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = func(*args, **kwargs)
+            if result.shape[-1] == VOCABULARY:
+                seen.rows = max(seen.rows, result.numel() // VOCABULARY)
+            return result
 
-    monkeypatch.setattr(functional, "linear", noted)
+        return call
+
+    for place, name in ((functional, "linear"), (torch, "mm"), (torch, "addmm")):
+        monkeypatch.setattr(place, name, noted(getattr(place, name)))
     monkeypatch.setattr(logits, "cut_logits", lambda **_: Chunking(CHUNK, 5 * 10**9))
     return seen
 
@@ -102,8 +105,9 @@ def assert_close(
             assert float(ours[name].abs().max()) < top * 2**-20, name
             continue
         distance = ulps_of_largest(ours[name], value)
-        note("gradient, logits in chunks (of its largest magnitude)", distance)
         assert distance <= allowed, (name, distance)
+        if allowed == ALLOWED_ULP:
+            note("gradient, logits in chunks (of its largest magnitude)", distance)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -317,9 +321,7 @@ def test_nothing_is_valid_at_all(tmp_path: Path, seen: Seen) -> None:
 
 @pytest.mark.parametrize("frozen", ["head", "body"])
 @pytest.mark.parametrize("path", ["window", "loop"])
-def test_frozen_parameters(
-    frozen: str, path: str, tmp_path: Path, seen: Seen
-) -> None:
+def test_frozen_parameters(frozen: str, path: str, tmp_path: Path, seen: Seen) -> None:
     plain = make_model("llama")
     for name, param in plain.named_parameters():
         param.requires_grad_((frozen == "head") != name.startswith("lm_head"))
@@ -574,14 +576,16 @@ def test_the_status_says_it_in_one_line(tmp_path: Path, seen: Seen) -> None:
 def test_the_budget_decides(tmp_path: Path) -> None:
     """No patch: with little room, the rule itself cuts; with much, it does not."""
     torch.manual_seed(0)
-    make = lambda: nn.Sequential(  # noqa: E731
+    plain = nn.Sequential(
         nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, 20_000, bias=False)
     )
     ids = torch.randint(0, 64, (4, 300))
     for budget, cut in (("40MB", True), ("2GB", False)):
         with mt.init(tmp_path, max_ram_gb=budget) as session:
-            model, _ = mt.wrap(make())
-            loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            model, _ = mt.wrap(copy.deepcopy(plain))
+            loss: Any = functional.cross_entropy(
+                model(ids).flatten(0, 1), ids.flatten()
+            )
             loss.backward()
             offloaded = offloaded_model(model)
             assert offloaded is not None
