@@ -24,8 +24,10 @@ from megatrain_nb.plan.timeline import Span
 from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
 from megatrain_nb.runtime.call import BlockCall, keep_weights
+from megatrain_nb.runtime.chunks import HOME
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.kept import Keeping, Later, loosen
+from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
 from megatrain_nb.runtime.pager import What
 
 if TYPE_CHECKING:
@@ -122,6 +124,8 @@ class Executor:
         The block whose modules hold ordinary parameters at this moment, or None.
     unusable
         Why the model must not be used any more; empty while it may.
+    logits
+        Which calls of the head wait; None for none.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class Executor:
         self.window: Window | None = None
         self.inside: Block | None = None
         self.unusable = ""
+        self.logits: LargeLogits | None = None
         self.stop = stop
         self._relieve = relieve
         self._on_span = on_span
@@ -164,11 +169,27 @@ class Executor:
         self.check_usable()
         if self.inside is not None:
             return self._nested(block, args, kwargs)
+        if self.logits is not None:
+            args, kwargs = plain_arguments(args, kwargs)
+            waiting = self.logits.put_off(block, args, kwargs)
+            if waiting is not None:
+                return waiting
+        return self.call_now(block, args, kwargs)
+
+    def call_now(
+        self,
+        block: Block,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        make: type[BlockCall] = BlockCall,
+    ) -> Any:
+        """Run a block, or hand its call to the window."""
         if not torch.is_grad_enabled():
             if self.window is not None and self.window.is_inside():
                 return self.window.visit(block, args, kwargs)
             return self.forward_only(block, args, kwargs)
-        call = BlockCall(block, args, kwargs, self.device.torch_device)
+        call = make(block, args, kwargs, self.device.torch_device)
         if self.window is not None and self.window.is_inside():
             return self.window.suspend(call)
         return through_autograd(self, call)
@@ -469,6 +490,7 @@ class Executor:
         """Let gradients accumulate in the very bytes that the optimizer will read, where that is possible."""
         home, plain = self.layers.homes[param], bound.plain[param]
         gradient = self.device.gradient_home(host)
+        setattr(plain, HOME, None if gradient is None else part_of(gradient, home))
         if gradient is None:
             if param in self.norms:  # added to in the same order as on the host
                 pending = part_of(torch.from_numpy(host), home)

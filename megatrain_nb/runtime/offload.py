@@ -22,6 +22,7 @@ from megatrain_nb.runtime.executor import Executor, part_of
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Home, Layers, cut
+from megatrain_nb.runtime.logits import LargeLogits
 from megatrain_nb.runtime.pager import STATES, Pager, What
 from megatrain_nb.runtime.tensor import (
     StreamedTensor,
@@ -143,6 +144,8 @@ class OffloadedModel:
             stop=session.stop_event,
             relieve=self.relieve,
         )
+        self.logits = LargeLogits(self.executor, self._room_bytes)
+        self.executor.logits = self.logits
         self.device = session.device.torch_device
         self.steps: dict[nn.Parameter, int] = {}
         self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
@@ -159,6 +162,7 @@ class OffloadedModel:
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
         self._keep_wanted = 0
         self._keep_first = False
+        self._room = 0
         session.adopt(self)
         try:
             session.plan()
@@ -287,6 +291,7 @@ class OffloadedModel:
         """
         spec, tile_numel = self.layers.spec, self.pager.tile_numel
         room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        self._room = max(room, 0)
         if self._reserved > max(room, 0) and self.num_steps:
             logger.warning(
                 "%s: its own tensors took %s and %s are left beside what streams, so the process exceeds max_ram_gb; "
@@ -320,6 +325,17 @@ class OffloadedModel:
             return 0  # they would take the accelerator's memory, not planned yet
         allowed = self.session.max_kept_bytes
         return self._keep_wanted if allowed is None else min(self._keep_wanted, allowed)
+
+    def _room_bytes(self) -> int:
+        """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""
+        device, spec = self.session.device, self.layers.spec
+        room = self._room
+        if device.torch_device.type == "cuda":
+            room = torch.cuda.get_device_properties(device.torch_device).total_memory
+        if not device.in_place and self.session.max_vram_bytes:
+            slots = 3 * max(spec.block_bytes(block.index) for block in spec.blocks)
+            room = max(0, min(room, self.session.max_vram_bytes - slots))
+        return room
 
     def _check_disk(self, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""

@@ -112,6 +112,11 @@ class Window:
         Number of the step, for the random streams.
     model
         Give it once, to find out whether it keeps tensors of a micro-batch on its modules.
+
+    Attributes
+    ----------
+    num_batches
+        How many micro-batches there are.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class Window:
         self._executor = executor
         self._device = executor.device.torch_device
         self._hub = getcurrent()
+        self.num_batches = len(computes)
         self._attributes = (
             _Attributes(model) if model is not None and len(computes) > 1 else None
         )
@@ -258,6 +264,7 @@ class Window:
         call = batch.calls[-1]
         grads = [x.grad for x in call.outputs]
         if all(grad is None for grad in grads):
+            call.end_turn()
             batch.leave([None] * len(call.tracked))
             return
         with bound:
