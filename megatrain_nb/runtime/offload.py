@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatrain_nb.errors import BudgetError, ModelError, SessionError, StoreError
+from megatrain_nb.errors import (
+    ArgumentError,
+    BudgetError,
+    ModelError,
+    SessionError,
+    StoreError,
+)
 from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.executor import Executor, part_of
 from megatrain_nb.runtime.export import save_pretrained
+from megatrain_nb.runtime.fuse import Fusing
 from megatrain_nb.runtime.layers import Home, Layers, cut
 from megatrain_nb.runtime.pager import STATES, Pager, What
 from megatrain_nb.runtime.tensor import (
@@ -145,6 +152,7 @@ class OffloadedModel:
         self._tokens = 0
         self.saved_version = 0
         self.residency = Residency()
+        self.fusing: Fusing | None = None
         self._hooks: list[RemovableHandle] = []
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
         self._keep_wanted = 0
@@ -252,6 +260,20 @@ class OffloadedModel:
         )
         self.pager.close()
         self.session.dismiss(self)
+
+    def fuse(self, wanted: bool) -> None:
+        """Let micro-batches of a window pass a block together, or not.
+
+        Raises
+        ------
+        ArgumentError
+            Neither True nor False.
+        """
+        given: object = wanted
+        if not isinstance(given, bool):
+            msg = f"fuse_micro_batches={wanted!r} is neither True nor False"
+            raise ArgumentError(msg)
+        self.fusing = Fusing(self.session.note) if wanted else None
 
     def note_saved(self) -> None:
         """Note that the weights as they are now were exported."""

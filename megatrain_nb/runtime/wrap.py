@@ -36,6 +36,7 @@ def wrap(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     max_grad_norm: float | None = None,
+    fuse_micro_batches: bool = False,
 ) -> tuple[nn.Module, AdamW]:
     """Move a model into the open session; the usual training loop works on what comes back.
 
@@ -49,6 +50,9 @@ def wrap(
         Of the AdamW that is made, as in torch.optim.AdamW.
     max_grad_norm
         Clip the total norm in every ``optimizer.step()``.
+    fuse_micro_batches
+        Let small micro-batches of a `train_step` pass a block together, where that gives the same up to rounding.
+        Dropout then draws other masks.
 
     Returns
     -------
@@ -81,6 +85,7 @@ def wrap(
     if offloaded is None:
         offloaded = offload(model, session)
     offloaded.executor.check_usable()
+    offloaded.fuse(fuse_micro_batches)
     if optimizer is not None:
         return model, adopt(offloaded, optimizer, max_grad_norm)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -194,7 +199,11 @@ def run_window(
         with interrupts_wait(executor.stop):
             first = offloaded.model if offloaded.num_steps == 0 else None
             losses = Window(
-                executor, computes, step=offloaded.num_steps, model=first
+                executor,
+                computes,
+                step=offloaded.num_steps,
+                model=first,
+                fusing=offloaded.fusing,
             ).run()
     except BaseException:
         executor.abort()
