@@ -259,10 +259,13 @@ def _difference(fused: FusedCall, bound: Bound, device: torch.device) -> str:
     if any(isinstance(x, nn.modules.batchnorm._BatchNorm) for x in module.modules()):
         return "it normalises over the batch"
     buffers = [(x, x.clone()) for x in module.buffers()]
+    attributes = _attributes(module)
     rng = get_rng(device)
     try:
         with bound, _WithoutDropout():
             alone = [_outputs(member) for member in fused.members]
+            if _attributes(module) != attributes:
+                return "it keeps a tensor of its micro-batch on a module"
             together = _outputs(fused)
             if any(
                 not torch.equal(a, b) for a, b in zip(rng, get_rng(device), strict=True)
@@ -278,6 +281,17 @@ def _difference(fused: FusedCall, bound: Bound, device: torch.device) -> str:
         with torch.no_grad():
             for x, old in buffers:
                 x.copy_(old)
+
+
+def _attributes(module: nn.Module) -> dict[tuple[int, str], int]:
+    """Return which tensors, or containers of tensors, are attributes of a module or of one inside."""
+    return {
+        (number, name): id(value)
+        for number, inner in enumerate(module.modules())
+        for name, value in vars(inner).items()
+        if not name.startswith("_")
+        and any(isinstance(x, Tensor) for x in pytree.tree_leaves(value))
+    }
 
 
 def _outputs(call: BlockCall) -> tuple[Any, list[Tensor], dict[str, int]]:

@@ -155,7 +155,7 @@ class OffloadedModel:
         self.fusing: Fusing | None = None
         self._hooks: list[RemovableHandle] = []
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
-        self._keep_wanted = 0
+        self._keep_wanted = self._keep_beside = 0
         session.adopt(self)
         try:
             session.plan()
@@ -309,7 +309,7 @@ class OffloadedModel:
             spec,
             limit_bytes=limit_bytes,
             activation_bytes=max(0, min(self._reserved, room)),
-            keep_bytes=self._keepable_bytes(),
+            keep_bytes=self._keepable_bytes() + self._keep_beside,
             keep_share=self.session.keep_share,
             resident_bytes=self.session.max_resident_bytes,
             tile_numel=tile_numel,
@@ -318,7 +318,8 @@ class OffloadedModel:
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
-        self.executor.keeping.limit_bytes = residency.keep_bytes
+        limit_bytes = residency.keep_bytes - self._keep_beside
+        self.executor.keeping.limit_bytes = max(limit_bytes, 0)
 
     def _keepable_bytes(self) -> int:
         """Return what activations would take if all of a window's were kept, within what the session allows."""
@@ -347,27 +348,34 @@ class OffloadedModel:
 
     def relieve(self) -> None:
         """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
-        kept = self.executor.keeping.limit_bytes
-        if self.session.other_bytes() > self._reserved + kept:
+        if self.session.other_bytes() > self._reserved + self.residency.keep_bytes:
             heap.trim()
             self.learn()
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
         keeping = self.executor.keeping
-        other = self.session.other_peak_bytes() - keeping.restart_peak()
-        measured = round(1.05 * max(other, 0))
-        grown = keeping.wanted_bytes > self._keep_wanted
+        measured = round(1.05 * self.session.other_peak_bytes())
+        kept = keeping.restart_peak()
+        if kept:
+            # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
+            # grows, and only keeping gives way to it: so the plan comes to rest.
+            beside = measured - kept - self._reserved
+            grown = beside > self._keep_beside
+            self._keep_beside = max(self._keep_beside, beside)
+            measured = self._reserved
+        else:
+            grown = False
+        if keeping.wanted_bytes > self._keep_wanted:
+            # A little more, so that a window that is hardly larger changes nothing.
+            self._keep_wanted = round(1.05 * keeping.wanted_bytes)
+            grown = True
         if measured > self._reserved or measured < 0.8 * self._reserved or grown:
-            if (
-                grown
-            ):  # a little more, so that a window that is hardly larger changes nothing
-                self._keep_wanted = round(1.05 * keeping.wanted_bytes)
             self._reserved = max(measured, 0)
             self.session.plan()
             logger.info(
                 "set aside %s for activations; %s resident",
-                format_bytes(measured),
+                format_bytes(self._reserved + self.residency.keep_bytes),
                 format_bytes(self.residency.resident_bytes),
             )
 

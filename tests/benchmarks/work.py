@@ -1,6 +1,6 @@
 """The work of the benchmarks: a Llama of 120 M parameters, stepped on command.
 
-Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk]``,
+Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk] [fuse]``,
 each with ``--window BATCHxLENGTHxCOUNT`` where it is not 2x256x2; every line on stdin takes one optimizer
 step and answers with one line of JSON. A process of its own for each side keeps allocators, threads and
 memory apart.
@@ -78,7 +78,9 @@ def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
         session.max_resident_bytes = 0
     model = mt.from_config(config(), seed=0)
     model.train()
-    model, optimizer = mt.wrap(model, lr=1e-4, max_grad_norm=1.0)
+    model, optimizer = mt.wrap(
+        model, lr=1e-4, max_grad_norm=1.0, fuse_micro_batches="fuse" in flags
+    )
 
     def step(window: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         result = mt.train_step(model, optimizer, window)

@@ -257,6 +257,17 @@ def test_what_does_not_fit_runs_one_by_one_and_says_so_once(
     assert why in about[0]
 
 
+def test_a_tensor_kept_on_a_module_is_still_noticed(tmp_path: Path) -> None:
+    class Part(Layer):
+        def forward(self, x: Tensor, *_: Any) -> Any:
+            y = super().forward(x)
+            self.term = y.detach().pow(2).mean()
+            return y
+
+    with pytest.raises(mt.ModelError, match=r"keeps a tensor of its micro-batch"):
+        tiny(tmp_path, lambda: TinyLM(Part))
+
+
 def test_micro_batches_of_other_shapes_run_one_by_one(
     tmp_path: Path, fused: list[tuple[str, int]]
 ) -> None:
