@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from megatrain_nb.runtime.executor import Bound
+    from megatrain_nb.runtime.fuse import FusedCall
     from megatrain_nb.runtime.layers import Block
 
 _RECORDER = "transformers.utils.output_capturing"
@@ -52,6 +53,8 @@ class BlockCall:
         The input tensors that want a gradient.
     outputs
         After `run`: detached output tensors, recorded ones last; those that had a graph require grad.
+    fused
+        The call that ran in the place of this one and others; None for one that ran by itself.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class BlockCall:
             x for x in self._inputs if isinstance(x, Tensor) and x.requires_grad
         ]
         self.outputs: list[Tensor] = []
+        self.fused: FusedCall | None = None
         self._result: Any = None
         self._rng: list[Tensor] = []
         self._collector = _active_collector()

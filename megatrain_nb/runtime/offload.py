@@ -13,13 +13,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatrain_nb.errors import BudgetError, ModelError, SessionError, StoreError
+from megatrain_nb.errors import (
+    ArgumentError,
+    BudgetError,
+    ModelError,
+    SessionError,
+    StoreError,
+)
 from megatrain_nb.plan.keep import prefers_kept
 from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.executor import Executor, part_of
 from megatrain_nb.runtime.export import save_pretrained
+from megatrain_nb.runtime.fuse import Fusing
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Home, Layers, cut
 from megatrain_nb.runtime.logits import LargeLogits
@@ -158,9 +165,10 @@ class OffloadedModel:
         self._tokens = 0
         self.saved_version = 0
         self.residency = Residency()
+        self.fusing: Fusing | None = None
         self._hooks: list[RemovableHandle] = []
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
-        self._keep_wanted = 0
+        self._keep_wanted = self._keep_beside = 0
         self._keep_first = False
         self._room = 0
         session.adopt(self)
@@ -269,6 +277,20 @@ class OffloadedModel:
         self.pager.close()
         self.session.dismiss(self)
 
+    def fuse(self, wanted: bool) -> None:
+        """Let micro-batches of a window pass a block together, or not.
+
+        Raises
+        ------
+        ArgumentError
+            Neither True nor False.
+        """
+        given: object = wanted
+        if not isinstance(given, bool):
+            msg = f"fuse_micro_batches={wanted!r} is neither True nor False"
+            raise ArgumentError(msg)
+        self.fusing = Fusing(self.session.note) if wanted else None
+
     def note_saved(self) -> None:
         """Note that the weights as they are now were exported."""
         self.pager.close_held()
@@ -304,7 +326,7 @@ class OffloadedModel:
             spec,
             limit_bytes=limit_bytes,
             activation_bytes=max(0, min(self._reserved, room)),
-            keep_bytes=self._keepable_bytes(),
+            keep_bytes=self._keepable_bytes() + self._keep_beside,
             keep_share=self._keep_share(),
             resident_bytes=self.session.max_resident_bytes,
             tile_numel=tile_numel,
@@ -313,7 +335,8 @@ class OffloadedModel:
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
-        self.executor.keeping.limit_bytes = residency.keep_bytes
+        limit_bytes = residency.keep_bytes - self._keep_beside
+        self.executor.keeping.limit_bytes = max(limit_bytes, 0)
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -353,29 +376,36 @@ class OffloadedModel:
 
     def relieve(self) -> None:
         """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
-        kept = self.executor.keeping.limit_bytes
-        if self.session.other_bytes() > self._reserved + kept:
+        if self.session.other_bytes() > self._reserved + self.residency.keep_bytes:
             heap.trim()
             self.learn()
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
         keeping = self.executor.keeping
-        other = self.session.other_peak_bytes() - keeping.restart_peak()
-        measured = round(1.05 * max(other, 0))
-        grown = keeping.wanted_bytes > self._keep_wanted
         least = self.last_step.least_seconds if self.last_step is not None else {}
         first = prefers_kept(least, now=self._keep_first)
-        off = not 0.8 * self._reserved <= measured <= self._reserved
-        if off or grown or first != self._keep_first:
-            if grown:  # with a margin: a window that is hardly larger changes nothing
-                self._keep_wanted = round(1.05 * keeping.wanted_bytes)
+        measured = round(1.05 * self.session.other_peak_bytes())
+        kept = keeping.restart_peak()
+        changed = first != self._keep_first
+        if kept:
+            # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
+            # grows, and only keeping gives way to it: so the plan comes to rest.
+            beside = measured - kept - self._reserved
+            changed |= beside > self._keep_beside
+            self._keep_beside = max(self._keep_beside, beside)
+            measured = self._reserved
+        if keeping.wanted_bytes > self._keep_wanted:
+            # A little more, so that a window that is hardly larger changes nothing.
+            self._keep_wanted = round(1.05 * keeping.wanted_bytes)
+            changed = True
+        if changed or not 0.8 * self._reserved <= measured <= self._reserved:
             self._reserved = max(measured, 0)
             self._keep_first = first
             self.session.plan()
             logger.info(
                 "set aside %s for activations; %s resident",
-                format_bytes(measured),
+                format_bytes(self._reserved + self.residency.keep_bytes),
                 format_bytes(self.residency.resident_bytes),
             )
 

@@ -279,6 +279,11 @@ class Session:
         for callback in self.callbacks:
             callback.on_step_end(result)
 
+    def note(self, text: str) -> None:
+        """Tell the user something, in the log and in the status."""
+        logger.warning(text)
+        self.notes = (*self.notes, text)
+
     def other_bytes(self) -> int:
         """Return the RAM that everything but the pool takes now, above the session's start."""
         return max(0, rss.resident_bytes() - self._base_bytes - self.pool.mapped_bytes)

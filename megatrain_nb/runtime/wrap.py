@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.callbacks import StepResult
 
 
-def wrap(
+def wrap(  # noqa: PLR0913 - settings, by keyword only
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -43,6 +43,7 @@ def wrap(
     weight_decay: float = 1e-2,
     max_grad_norm: float | None = None,
     nonfinite: str = "stop",
+    fuse_micro_batches: bool = False,
 ) -> tuple[nn.Module, AdamW]:
     """Move a model into the open session; the usual training loop works on what comes back.
 
@@ -59,6 +60,9 @@ def wrap(
     nonfinite
         Where a gradient is NaN or infinite: ``"stop"`` raises an error that names it before anything is
         updated, ``"skip"`` leaves that step's update out.
+    fuse_micro_batches
+        Let small micro-batches of a `train_step` pass a block together, where that gives the same up to rounding.
+        Dropout then draws other masks.
 
     Returns
     -------
@@ -92,6 +96,7 @@ def wrap(
     if offloaded is None:
         offloaded = offload(model, session)
     offloaded.executor.check_usable()
+    offloaded.fuse(fuse_micro_batches)
     if optimizer is not None:
         return model, adopt(offloaded, optimizer, max_grad_norm, nonfinite)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -206,7 +211,11 @@ def run_window(
         with interrupts_wait(executor.stop):
             first = offloaded.model if offloaded.num_steps == 0 else None
             losses = Window(
-                executor, computes, step=offloaded.num_steps, model=first
+                executor,
+                computes,
+                step=offloaded.num_steps,
+                model=first,
+                fusing=offloaded.fusing,
             ).run()
     except BaseException:
         executor.abort()

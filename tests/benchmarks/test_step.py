@@ -1,4 +1,4 @@
-"""Step time over plain PyTorch with gradient checkpointing, side by side in one run."""
+"""Step time over plain PyTorch, side by side in one run."""
 
 from __future__ import annotations
 
