@@ -122,7 +122,7 @@ class Session:
             undo.callback(self.threads.close)
             undo.pop_all()
         self.notes = self._find_notes(reclaimed)
-        rss.reset_peak()
+        self._peak = rss.PeakMeter()
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -290,8 +290,8 @@ class Session:
 
     def other_peak_bytes(self) -> int:
         """Estimate the most RAM that everything but the pool took since the last call, above the session's start."""
-        peak = rss.peak_bytes()
-        rss.reset_peak()
+        peak = self._peak.read()
+        self._peak.restart()
         return max(0, peak - self._base_bytes - self.pool.mapped_bytes)
 
     # -- what a person sees --------------------------------------------------------------------------------

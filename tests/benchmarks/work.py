@@ -101,6 +101,7 @@ def main(kind: str, *arguments: str) -> None:
     """Answer each line of stdin with one step."""
     load_code()
     base = rss.resident_bytes()
+    meter = rss.PeakMeter()
     given = [*arguments]
     shape = [2, 256, 2]
     if "--window" in given:
@@ -110,12 +111,12 @@ def main(kind: str, *arguments: str) -> None:
     step = plain(*given) if kind == "plain" else offload(*given)
     print(json.dumps({"ready": True}), flush=True)
     for window, _ in zip(windows(*shape), sys.stdin, strict=False):
-        rss.reset_peak()
+        meter.restart()
         start, cpu_start = time.perf_counter(), time.process_time()
         answer = step(window)
         answer["seconds"] = time.perf_counter() - start
         answer["cpu_seconds"] = time.process_time() - cpu_start
-        answer["peak_bytes"] = rss.peak_bytes() - base
+        answer["peak_bytes"] = meter.read() - base
         print(json.dumps(answer), flush=True)
 
 

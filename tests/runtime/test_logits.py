@@ -685,6 +685,7 @@ import json, sys
 import torch, transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain_nb.runtime import logits, rss
+from megatrain_nb.runtime.session import load_code
 
 def config():
     return LlamaConfig(vocab_size=131072, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
@@ -696,20 +697,14 @@ import megatrain_nb as mt
 if sys.argv[2] == "whole":
     logits.cut_logits = lambda **_: None
 budget = 400_000_000
-peaks, reset = [], rss.reset_peak
-
-def note_and_reset():  # the session starts the kernel's count anew after each step
-    peaks.append(rss.peak_bytes())
-    reset()
+load_code()
+base, meter = rss.resident_bytes(), rss.PeakMeter()
 
 def peak():
-    note_and_reset()
-    most = max(peaks)
-    peaks.clear()
+    most = meter.read()
+    meter.restart()
     return most - base
 
-rss.reset_peak = note_and_reset
-base = rss.resident_bytes()
 session = mt.init(sys.argv[1], max_ram_gb=budget / 1e9)
 model, optimizer = mt.wrap(mt.from_config(config(), seed=0), lr=1e-3)
 ids = torch.randint(0, 131072, (1, 512), generator=torch.Generator().manual_seed(0))

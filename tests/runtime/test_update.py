@@ -178,7 +178,7 @@ def test_a_step_moves_what_the_plan_says(tmp_path: Path, resident: int) -> None:
         model, optimizer = wrapped(seeded(TinyLM))
         window_step(model, optimizer, 0)
         window_step(model, optimizer, 1)  # from now on there are moments to read
-        results = [window_step(model, optimizer, step) for step in range(2, 14)]
+        results = [window_step(model, optimizer, step) for step in range(2, 34)]
         record = model._megatrain
         order = [block.index for block in record.layers.spec.blocks]
         planned = step_traffic(record.layers.spec, record.residency, order)
