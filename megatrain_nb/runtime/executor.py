@@ -258,8 +258,9 @@ class Executor:
             for pack in self._first_packs():  # a step follows, and the next forward
                 self.updates.read_ahead(pack)
         grads = {
-            pack: self.pager.need(pack, What.GRADS)
-            for pack in self._trained_packs(block)
+            # A parameter without a norm has no gradient: nobody looks at the bytes there.
+            pack: self.pager.need(pack, What.GRADS, blank=not has_gradient)
+            for pack, has_gradient in self._trained_packs(block).items()
             if with_grads
         }
         start, before = time.perf_counter(), self.not_computing()
@@ -512,12 +513,13 @@ class Executor:
         bound.landed[param] = landed
         plain.register_post_accumulate_grad_hook(landed)
 
-    def _trained_packs(self, block: Block) -> list[int]:
-        """Return the packs of a block in which a parameter wants a gradient."""
+    def _trained_packs(self, block: Block) -> dict[int, bool]:
+        """Return the packs of a block in which a parameter wants a gradient, and whether one has one."""
+        homes = self.layers.homes
+        begun = {homes[param].pack.index for param in self.norms}
         params = (site.param for site in block.sites if site.param.requires_grad)
-        return list(
-            dict.fromkeys(self.layers.homes[param].pack.index for param in params)
-        )
+        packs = (homes[param].pack.index for param in params)
+        return {pack: pack in begun for pack in packs}
 
     def _take_gradients(self, block: Block, bound: Bound) -> None:
         """Bring gradients to RAM, and note their norms while they are at hand."""
