@@ -351,7 +351,6 @@ class Executor:
     def _plan(self, wanted: Action) -> list[Action]:
         spec = self.layers.spec
         self._ahead.clear()
-        self._settle_unneeded(spec.blocks[wanted.block].packs)
         if wanted.kind is Kind.FORWARD:
             order = successors(self._learned, wanted.block, len(self._order))
         else:
@@ -361,6 +360,7 @@ class Executor:
                 if wanted.block in seen
                 else [wanted.block]
             )
+        self._settle_unneeded(self._packs_of(order[:NUM_FIRST]))
         return make_schedule(spec, order, wanted.kind)
 
     def _note(self, action: Action) -> None:
@@ -397,10 +397,10 @@ class Executor:
         keep = {
             pack for near in (wanted.block, *self._ahead) for pack in blocks[near].packs
         }
-        backward = wanted.kind is Kind.BACKWARD
+        soon = self._soon(wanted.kind)
         for pack in blocks[block].packs:
             if pack in self._loaded and pack not in keep:
-                self._unload(pack, keep=backward and pack in self._first_packs())
+                self._unload(pack, keep=pack in soon)
 
     def _unload(self, pack: int, *, keep: bool = False) -> None:
         self.device.release(self._loaded.pop(pack))
@@ -439,8 +439,7 @@ class Executor:
         self, segments: dict[int, list[Segment]], *, grad_scale: float
     ) -> None:
         """Note an AdamW step as due, in the order in which the next forward needs it."""
-        blocks = self.layers.spec.blocks
-        order = [pack for block in self._expected() for pack in blocks[block].packs]
+        order = self._packs_of(self._expected())
         self.updates.begin(segments, grad_scale=grad_scale, order=order)
         self.version += 1
         self._turn_over()
@@ -451,8 +450,20 @@ class Executor:
 
     def _first_packs(self) -> tuple[int, ...]:
         """Return the packs that the next forward begins with."""
-        blocks = self.layers.spec.blocks
-        return tuple(pack for block in self._first for pack in blocks[block].packs)
+        return self._packs_of(self._first)
+
+    def _soon(self, kind: Kind) -> tuple[int, ...]:
+        """Return the packs that the pass after this one begins with: they stay while there is room."""
+        if kind is Kind.BACKWARD:
+            return self._first_packs()
+        if self.window is None:  # who knows what comes
+            return ()
+        return self._packs_of(self._learned[-1 - NUM_FIRST : -1])
+
+    def _packs_of(self, blocks: list[int]) -> tuple[int, ...]:
+        return tuple(
+            p for block in blocks for p in self.layers.spec.blocks[block].packs
+        )
 
     @property
     def _first(self) -> list[int]:
