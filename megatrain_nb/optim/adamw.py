@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
+from megatrain_nb.codec.arrays import check_array
+from megatrain_nb.codec.split import Split, check_split
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.config import AdamWConfig, Scalars
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from megatrain_nb.codec.kernels import U16, Floats
     from megatrain_nb.optim.kernels import Array
 
 CHUNK = 128 * 1024
@@ -108,14 +111,14 @@ class UpdateThreads:
         self.close()
 
 
-Chunk = tuple["Array", "Array", "Array", "Array", Scalars]
+Chunk = tuple["Array | Split", "Array", "Array", "Array | U16", Scalars]
 
 
 def update(
-    param: Array,
+    param: Array | Split,
     exp_avg: Array,
     exp_avg_sq: Array,
-    grad: Array,
+    grad: Array | U16,
     segments: Sequence[Segment],
     *,
     grad_scale: float = 1.0,
@@ -127,9 +130,11 @@ def update(
 
     Parameters
     ----------
-    param, exp_avg, exp_avg_sq : float32, shape (N,), C-contiguous
+    param : float32, shape (N,), C-contiguous, or `Split` of N
+        Overwritten; a `Split` by the halves of what float32 would hold.
+    exp_avg, exp_avg_sq : float32, shape (N,), C-contiguous
         Overwritten.
-    grad : float32, shape (N,), C-contiguous
+    grad : float32 or uint16 (the bits of bf16), shape (N,), C-contiguous
         Only read.
     segments
         Disjoint, in any order.
@@ -146,36 +151,31 @@ def update(
     SessionError
         The threads are closed.
     """
-    size = getattr(param, "size", 0)
-    _check_array("param", param, size)
-    _check_array("exp_avg", exp_avg, size)
-    _check_array("exp_avg_sq", exp_avg_sq, size)
-    _check_array("grad", grad, size)
-    for name, array in (
-        ("param", param),
-        ("exp_avg", exp_avg),
-        ("exp_avg_sq", exp_avg_sq),
-    ):
-        if not array.flags.writeable:
-            msg = f"{name} is read-only; AdamW updates it in place, so give a copy"
-            raise ArgumentError(msg)
+    size = _check_state(param, exp_avg, exp_avg_sq, grad)
     _check_segments(segments, size)
     work: deque[Chunk] = deque()
     for segment in segments:
         scalars = segment.config.scalars(segment.step, grad_scale)
         for part in _cut(segment):
-            work.append(
-                (param[part], exp_avg[part], exp_avg_sq[part], grad[part], scalars)
-            )
+            arrays = (_part(param, part), exp_avg[part], exp_avg_sq[part], grad[part])
+            work.append((*arrays, scalars))
     threads.run(work)
 
 
-def warm_up() -> None:
-    """Compile the kernel or load it from the cache, so that no step waits for it."""
+def warm_up(*, split: bool = False) -> None:
+    """Compile the kernel or load it from the cache, so that no step waits for it.
+
+    Parameters
+    ----------
+    split
+        For parameters that are a `Split`; else for float32.
+    """
     from megatrain_nb.optim import kernels  # noqa: PLC0415
 
     zeros = np.zeros((4, 2 * kernels.LANES), np.float32)
-    kernels.adamw(zeros[0], zeros[1], zeros[2], zeros[3], AdamWConfig().scalars(1))
+    halves = np.zeros((2, 2 * kernels.LANES), np.uint16)
+    param = Split(halves[0], halves[1]) if split else zeros[3]
+    kernels.adamw(param, zeros[0], zeros[1], zeros[2], AdamWConfig().scalars(1))
 
 
 def physical_cores() -> int:
@@ -211,17 +211,24 @@ def _cut(segment: Segment) -> Iterator[slice]:
         yield slice(start, min(start + CHUNK, segment.stop))
 
 
-def _check_array(name: str, array: object, size: int) -> None:
-    allowed = f"a C-contiguous float32 array of shape ({size},)"
-    if not isinstance(array, np.ndarray):
-        msg = f"{name} is a {type(array).__name__}; give {allowed}"
-        raise ArgumentError(msg)
-    if array.dtype != np.float32 or array.shape != (size,):
-        msg = f"{name} is {array.dtype} of shape {array.shape}; give {allowed}"
-        raise ArgumentError(msg)
-    if not array.flags.c_contiguous:
-        msg = f"{name} is not contiguous (strides {array.strides}); give {allowed}"
-        raise ArgumentError(msg)
+def _check_state(
+    master: Array | Split, exp_avg: Array, exp_avg_sq: Array, grad: Floats
+) -> int:
+    """Raise ArgumentError for unusable arrays; return their common length."""
+    size: int = getattr(master, "size", 0)
+    if isinstance(master, Split):
+        check_split(master, size)
+    else:
+        check_array("param", master, np.float32, size, writeable=True)
+    check_array("exp_avg", exp_avg, np.float32, size, writeable=True)
+    check_array("exp_avg_sq", exp_avg_sq, np.float32, size, writeable=True)
+    bf16 = getattr(grad, "dtype", None) == np.uint16
+    check_array("grad", grad, np.uint16 if bf16 else np.float32, size)
+    return size
+
+
+def _part(array: Array | Split, part: slice) -> Array | Split:
+    return array.part(part) if isinstance(array, Split) else array[part]
 
 
 def _check_segments(segments: Sequence[Segment], size: int) -> None:

@@ -30,11 +30,14 @@ from numba import types
 from numba.core import codegen
 from numba.extending import intrinsic, overload
 
+from megatrain_nb.codec.kernels import load, store
 from megatrain_nb.jit import kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from megatrain_nb.codec.kernels import Floats
+    from megatrain_nb.codec.split import Split
     from megatrain_nb.optim.config import Scalars
 
     Array = NDArray[np.float32]
@@ -103,29 +106,38 @@ def _second_half(
 
 @kernel
 def adamw(
-    param: Array, exp_avg: Array, exp_avg_sq: Array, grad: Array, scalars: Scalars
+    master: Array | Split,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    grad: Floats,
+    scalars: Scalars,
 ) -> None:
     """Update parameters and moments in place, in one pass.
 
     Parameters
     ----------
-    param, exp_avg, exp_avg_sq : float32, shape (N,), C-contiguous
+    master : float32, shape (N,), C-contiguous, or `Split` of N
         Overwritten. A whole parameter, or a part of one that starts a multiple of
-        `LANES` after its start and ends so or at its end.
-    grad : float32, shape (N,), C-contiguous
+        `LANES` after its start and ends so or at its end. A `Split` ends up as the
+        halves of what the float32 array would hold.
+    exp_avg, exp_avg_sq : float32, shape (N,), C-contiguous
+        Overwritten.
+    grad : float32 or uint16 (the bits of bf16), shape (N,), C-contiguous
         Only read.
     scalars
         From ``AdamWConfig.scalars``.
     """
-    size = param.size
+    size = exp_avg.size
     body = size - size % LANES
     lerp = scalars.lerp
     for i in range(body):
-        p, m, g = _first_half(param[i], exp_avg[i], grad[i], lerp, scalars)
+        p, m, g = _first_half(load(master, i), exp_avg[i], load(grad, i), lerp, scalars)
         v = fma(scalars.one_minus_beta2 * g, g, exp_avg_sq[i] * scalars.beta2)
-        param[i], exp_avg[i], exp_avg_sq[i] = _second_half(p, m, v, scalars), m, v
+        store(master, i, _second_half(p, m, v, scalars))
+        exp_avg[i], exp_avg_sq[i] = m, v
     lerp = scalars.lerp_tail
     for i in range(body, size):
-        p, m, g = _first_half(param[i], exp_avg[i], grad[i], lerp, scalars)
+        p, m, g = _first_half(load(master, i), exp_avg[i], load(grad, i), lerp, scalars)
         v = fma(exp_avg_sq[i], scalars.beta2, scalars.one_minus_beta2 * g * g)
-        param[i], exp_avg[i], exp_avg_sq[i] = _second_half(p, m, v, scalars), m, v
+        store(master, i, _second_half(p, m, v, scalars))
+        exp_avg[i], exp_avg_sq[i] = m, v

@@ -6,16 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import BudgetError
-from megatrain_nb.plan.model import (
-    BYTES_PER_GRAD,
-    BYTES_PER_STATES,
-    BYTES_PER_WEIGHT,
-    TILE_NUMEL,
-)
+from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.plan.model import ModelSpec, PackSpec
 
 # Tiles of the optimizer's pipeline that are in RAM at once: one is read, one updated, one written.
 STEP_TILES = 3
@@ -28,7 +23,7 @@ class Residency:
     Attributes
     ----------
     weights, grads, states
-        Pack indices whose fp32 weights, pending gradients, moments stay in RAM.
+        Pack indices whose weights, pending gradients, and what else the update uses, stay in RAM.
     resident_bytes
         Bytes of those.
     working_bytes
@@ -57,10 +52,11 @@ def working_bytes(spec: ModelSpec, *, tile_numel: int = TILE_NUMEL) -> int:
     The larger of two moments: a block in backward beside the next one and its own gradient; or the
     tiles of the optimizer's pipeline.
     """
-    largest = max((spec.block_bytes(block.index) for block in spec.blocks), default=0)
-    tile = min(tile_numel, max((pack.numel for pack in spec.packs), default=0))
-    step = STEP_TILES * tile * (BYTES_PER_WEIGHT + BYTES_PER_GRAD + BYTES_PER_STATES)
-    return max(3 * largest, step)
+    backward = _largest(spec, weights=2, grads=1)
+    step = STEP_TILES * max(
+        (_tile_bytes(pack, tile_numel) for pack in spec.packs), default=0
+    )
+    return max(backward, step)
 
 
 def streaming_bytes(spec: ModelSpec) -> int:
@@ -70,8 +66,15 @@ def streaming_bytes(spec: ModelSpec) -> int:
     next one, read for its update; the moments of this one and the weights of the one before, on their
     way back to the disk. All counted as large as the largest.
     """
-    largest = max((spec.block_bytes(block.index) for block in spec.blocks), default=0)
-    return 8 * largest
+    return _largest(spec, weights=3, grads=1, states=2)
+
+
+def written_bytes(spec: ModelSpec) -> int:
+    """Return the most bytes that are on their way to the disk at once.
+
+    The weights of one block and the moments of the one before, as large as the largest.
+    """
+    return _largest(spec, weights=1, states=1)
 
 
 def plan_residency(
@@ -149,15 +152,16 @@ def plan_residency(
     allowed = left if resident_bytes is None else min(left, resident_bytes)
     left = allowed
     kept: dict[str, set[int]] = {"weights": set(), "grads": set(), "states": set()}
-    for what, unit in (
-        ("weights", BYTES_PER_WEIGHT),
-        ("grads", BYTES_PER_GRAD),
-        ("states", BYTES_PER_STATES),
-    ):
-        for pack in reversed(spec.packs):
-            if pack.numel * unit <= left:
-                left -= pack.numel * unit
-                kept[what].add(pack.index)
+    sizes = {
+        "weights": [pack.weight_bytes for pack in spec.packs],
+        "grads": [pack.grad_bytes for pack in spec.packs],
+        "states": [pack.states_bytes for pack in spec.packs],
+    }
+    for what, num_bytes in sizes.items():
+        for index in reversed(range(len(spec.packs))):
+            if num_bytes[index] <= left:
+                left -= num_bytes[index]
+                kept[what].add(index)
     resident = allowed - left
     return Residency(
         weights=frozenset(kept["weights"]),
@@ -169,3 +173,25 @@ def plan_residency(
         keep_bytes=kept_bytes,
         disk_bytes=spec.state_bytes - resident,
     )
+
+
+def _largest(spec: ModelSpec, *, weights: int, grads: int = 0, states: int = 0) -> int:
+    """Return the most bytes that so many times a block's weights, gradients and states take."""
+    return max(
+        (
+            sum(
+                weights * pack.weight_bytes
+                + grads * pack.grad_bytes
+                + states * pack.states_bytes
+                for pack in spec.packs_of(block.index)
+            )
+            for block in spec.blocks
+        ),
+        default=0,
+    )
+
+
+def _tile_bytes(pack: PackSpec, tile_numel: int) -> int:
+    """Return the bytes of everything of a pack's largest tile."""
+    whole = pack.weight_bytes + pack.grad_bytes + pack.states_bytes
+    return whole * min(tile_numel, pack.numel) // max(pack.numel, 1)

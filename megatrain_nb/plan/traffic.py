@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.model import BYTES_PER_STATES
 from megatrain_nb.plan.schedule import Kind, make_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from megatrain_nb.plan.memory import Residency
-    from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.plan.model import ModelSpec, PackSpec
 
 # The blocks that a pass begins with stay in RAM from the pass before: weights, and gradients for a forward.
 NUM_FIRST = 2
@@ -48,10 +47,14 @@ def step_traffic(
         *_loads(spec, order, Kind.FORWARD, loaded=first),
         *_loads(spec, list(order)[-2::-1], Kind.BACKWARD, loaded=last),
     ]
-    weights = _bytes(spec, (p for p in loads if p not in residency.weights))
-    updated = _bytes(spec, every - residency.weights)
-    grads = _bytes(spec, every - residency.grads - first)
-    states = _bytes(spec, every - residency.states) // 4 * BYTES_PER_STATES
+
+    def streamed(packs: Iterable[int], resident: frozenset[int]) -> Iterator[PackSpec]:
+        return (spec.packs[pack] for pack in packs if pack not in resident)
+
+    weights = sum(pack.weight_bytes for pack in streamed(loads, residency.weights))
+    updated = sum(pack.weight_bytes for pack in streamed(every, residency.weights))
+    grads = sum(pack.grad_bytes for pack in streamed(every - first, residency.grads))
+    states = sum(pack.states_bytes for pack in streamed(every, residency.states))
     return Traffic(weights + grads + states, updated + grads + states)
 
 
@@ -74,7 +77,3 @@ def _loads(
             needed = {pack for block in ahead for pack in spec.blocks[block].packs}
             loaded -= set(packs) - needed
     return reads
-
-
-def _bytes(spec: ModelSpec, packs: Iterable[int]) -> int:
-    return sum(spec.packs[pack].weight_bytes for pack in packs)

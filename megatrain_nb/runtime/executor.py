@@ -25,6 +25,7 @@ from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
 from megatrain_nb.runtime.call import BlockCall, keep_weights
 from megatrain_nb.runtime.chunks import HOME
+from megatrain_nb.runtime.device import tensor_over
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.kept import Keeping, Later, loosen
 from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
@@ -55,6 +56,8 @@ class Bound:
         Where the graphs of kept calls find their weights when backward comes.
     landed
         For a parameter whose gradient has a home: brings it there.
+    sums
+        Where the bf16 gradients of a split parameter add up in fp32.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Bound:
         self.flats = flats
         self.later = Later(block.name, executor.version)
         self.landed: dict[nn.Parameter, Callable[[Tensor], None]] = {}
+        self.sums: dict[nn.Parameter, Tensor] = {}
         self._executor = executor
         self._block = block
 
@@ -502,6 +506,10 @@ class Executor:
         """Let gradients accumulate in the very bytes that the optimizer will read, where that is possible."""
         home, plain = self.layers.homes[param], bound.plain[param]
         gradient = self.device.gradient_home(host)
+        if home.pack.split:
+            pending = part_of(tensor_over(host), home)
+            self._sum_gradient(param, bound, pending, in_place=gradient is not None)
+            return
         setattr(plain, HOME, None if gradient is None else part_of(gradient, home))
         if gradient is None:
             if param in self.norms:  # added to in the same order as on the host
@@ -524,6 +532,28 @@ class Executor:
         bound.landed[param] = landed
         plain.register_post_accumulate_grad_hook(landed)
 
+    def _sum_gradient(
+        self, param: nn.Parameter, bound: Bound, pending: Tensor, *, in_place: bool
+    ) -> None:
+        """Let a split parameter's bf16 gradients add up in fp32, one micro-batch after the other."""
+        total, device = pending, self.device.torch_device
+        if not in_place:
+            total = torch.empty_like(pending, device=device)
+        if param in self.norms:
+            bound.sums[param] = total if in_place else total.copy_(pending)
+
+        def landed(tensor: Tensor) -> None:
+            grad, tensor.grad = tensor.grad, None
+            if grad is None:
+                return
+            if param in bound.sums:
+                total.add_(grad)
+            else:
+                bound.sums[param] = total.copy_(grad)
+
+        bound.landed[param] = landed
+        bound.plain[param].register_post_accumulate_grad_hook(landed)
+
     def _trained_packs(self, block: Block) -> dict[int, bool]:
         """Return the packs of a block in which a parameter wants a gradient, and whether one has one."""
         homes = self.layers.homes
@@ -537,17 +567,14 @@ class Executor:
         start = time.perf_counter()
         num_bytes = 0
         for param, plain in bound.plain.items():
-            if plain.grad is None:
+            gradient = bound.sums.get(param, plain.grad)
+            if gradient is None:
                 continue
             home = self.layers.homes[param]
-            pending = part_of(
-                torch.from_numpy(
-                    self.pager.piece(home.pack.index, What.GRADS).floats()
-                ),
-                home,
-            )
-            if plain.grad.data_ptr() != pending.data_ptr():
-                pending.copy_(plain.grad)
+            host = self.pager.piece(home.pack.index, What.GRADS).values()
+            pending = part_of(tensor_over(host), home)
+            if gradient.data_ptr() != pending.data_ptr():
+                pending.copy_(gradient)
             num_bytes += pending.nbytes
             self.norms[param] = torch.linalg.vector_norm(pending)
         end = time.perf_counter()

@@ -137,7 +137,7 @@ class Saver:
     def __init__(self, bound: Bound) -> None:
         self._bound = bound
         self._weights = {
-            flat.untyped_storage().data_ptr(): pack
+            flat.untyped_storage().data_ptr(): (pack, flat.dtype)
             for pack, flat in bound.flats.items()
         }
         self._references = self._count_references()
@@ -147,9 +147,10 @@ class Saver:
         """Take one tensor that autograd saves."""
         tensor = tensor.detach()  # an output of a node must not hold its own graph
         storage = _storage(tensor)
-        pack = None if storage is None else self._weights.get(storage.data_ptr())
-        if pack is not None:
-            if tensor.dtype == torch.float32 and not tensor.is_neg():
+        found = None if storage is None else self._weights.get(storage.data_ptr())
+        if found is not None:
+            pack, dtype = found
+            if tensor.dtype == dtype and not tensor.is_neg():
                 return WeightView(
                     pack,
                     tuple(tensor.shape),

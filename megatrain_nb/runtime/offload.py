@@ -6,7 +6,7 @@ import inspect
 import logging
 import math
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,18 +21,23 @@ from megatrain_nb.errors import (
     StoreError,
 )
 from megatrain_nb.plan.keep import prefers_kept
-from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
+from megatrain_nb.plan.memory import (
+    Residency,
+    plan_residency,
+    working_bytes,
+    written_bytes,
+)
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
-from megatrain_nb.runtime.executor import Executor, part_of
+from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.fuse import Fusing
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.layers import Home, Layers, cut
+from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
 from megatrain_nb.runtime.logits import LargeLogits
-from megatrain_nb.runtime.pager import STATES, Pager, What
+from megatrain_nb.runtime.pager import MOMENTS, Pager, What
+from megatrain_nb.runtime.source import PieceSource
 from megatrain_nb.runtime.tensor import (
-    StreamedTensor,
     plain_parameter,
     source_of,
     stream_parameter,
@@ -43,8 +48,6 @@ from megatrain_nb.runtime.update import Updates
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.utils.hooks import RemovableHandle
 
     from megatrain_nb.runtime.session import Session
@@ -53,60 +56,6 @@ logger = logging.getLogger("megatrain_nb")
 
 # Until the first blocks have run, a quarter of the budget is set aside for what the model allocates.
 _FIRST_GUESS = 0.25
-
-
-class PieceSource:
-    """Where a streamed tensor's values are: one parameter's part of one piece."""
-
-    def __init__(
-        self, offloaded: OffloadedModel, param: nn.Parameter, home: Home, what: What
-    ) -> None:
-        self.name = (
-            home.spec.name
-            if what is What.WEIGHTS
-            else f"{what.value} of {home.spec.name}"
-        )
-        self._offloaded = offloaded
-        self._param = param
-        self._home = home
-        self._what = what
-
-    @contextmanager
-    def opened(self, *, write: bool) -> Iterator[Tensor]:
-        """Give a plain tensor over the values for a moment."""
-        self._offloaded.executor.check_usable()
-        if write or self._what is not What.GRADS:
-            self._offloaded.finish_update(self._home.pack.index)
-        if write and self._what is What.WEIGHTS:
-            self._offloaded.executor.weights_change()
-        with self._offloaded.pager.opened(
-            self._home.pack.index, self._what, write=write
-        ) as flat:
-            values = part_of(torch.from_numpy(flat), self._home)
-            yield values
-            if write and self._what is What.GRADS:
-                self._offloaded.executor.norms[self._param] = torch.linalg.vector_norm(
-                    values
-                )
-
-    def grad(self) -> StreamedTensor | None:
-        """Return the pending gradient of a parameter, or None."""
-        if self._param not in self._offloaded.executor.norms:
-            return None
-        source = PieceSource(self._offloaded, self._param, self._home, What.GRADS)
-        return streamed_tensor(
-            source, self._home.spec.shape, torch.float32, self._offloaded.device
-        )
-
-    def set_grad(self, value: Tensor | None) -> None:
-        """Replace or drop the pending gradient."""
-        if value is None:
-            self._offloaded.executor.norms.pop(self._param, None)
-            return
-        with PieceSource(self._offloaded, self._param, self._home, What.GRADS).opened(
-            write=True
-        ) as values:
-            values.copy_(value)
 
 
 class OffloadedModel:
@@ -187,6 +136,16 @@ class OffloadedModel:
             raise SessionError(msg)
         return model
 
+    def check_dtype(self, dtype: torch.dtype | None) -> None:
+        """Raise ArgumentError if parameters are in the store as anything but ``dtype``; None takes all."""
+        for home in self.layers.homes.values():
+            if dtype not in (None, home.dtype):
+                msg = (
+                    f"dtype={dtype}: {home.spec.name} is in the session as {home.dtype} already; leave dtype out, or "
+                    "mt.unwrap(model) first"
+                )
+                raise ArgumentError(msg)
+
     @property
     def deleted(self) -> bool:
         """Whether nobody holds the model any more."""
@@ -199,14 +158,18 @@ class OffloadedModel:
         return PieceSource(self, param, self.layers.homes[param], what)
 
     def move_in(self) -> None:
-        """Bring the model's parameters into the store, block by block; their memory is freed as it goes."""
+        """Bring the model's parameters into the store, block by block; their memory is freed as it goes.
+
+        A split parameter's fp32 number is the very value that it has.
+        """
         for param, home in self.layers.homes.items():
-            with (
-                self.pager.opened(home.pack.index, What.WEIGHTS, write=True) as flat,
-                torch.no_grad(),
-            ):
-                part_of(torch.from_numpy(flat), home).copy_(param)
-            stream_parameter(param, self.source(param), self.device)
+            source = self.source(param)
+            # What is bf16 already has no lower half: it is left out, and reads as zeros.
+            exact = home.pack.split and param.dtype != torch.bfloat16
+            place = source.master() if exact else source
+            with place.opened(write=True) as values, torch.no_grad():
+                values.copy_(param)
+            stream_parameter(param, source, self.device, home.dtype)
         self.pager.barrier()
 
     def become(self, model: nn.Module, layers: Layers) -> None:
@@ -214,12 +177,14 @@ class OffloadedModel:
         self._model = weakref.ref(model)
         self.layers = self.executor.layers = layers
 
-    def intercept(self) -> None:
-        """Send the blocks' calls through the executor."""
+    def intercept(self, dtype: torch.dtype | None) -> None:
+        """Send the blocks' calls through the executor; ordinary parameters become ``dtype`` as well."""
         self.saved_version = self.executor.version
         model = self.model
         model._megatrain = self  # type: ignore[assignment]
         model.save_pretrained = partial(save_pretrained, model)  # type: ignore[assignment]
+        for param in self.layers.resident.values():
+            param.data = param.data.to(dtype or param.dtype)
         self._hooks += [
             self.model.register_forward_pre_hook(self._before_forward),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -249,9 +214,12 @@ class OffloadedModel:
         """Give a model back that could not move in: what had moved comes out again."""
         for param in list(self.layers.homes):
             source = source_of(param)
-            if source is not None:
-                with source.opened(write=False) as values:
-                    plain_parameter(param, values.to(self.device, copy=True))  # type: ignore[arg-type]
+            if isinstance(source, PieceSource):
+                with source.master().opened(write=False) as values:
+                    plain_parameter(
+                        param,  # type: ignore[arg-type]
+                        values.to(self.device, self.layers.given[param], copy=True),
+                    )
         self.release()
         self.close("moving the model in failed")
 
@@ -363,9 +331,7 @@ class OffloadedModel:
     def _check_disk(self, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
         spec = self.layers.spec
-        # At most the weights of one block and the moments of the one before are on their way at once.
-        spare = 3 * max(map(spec.block_bytes, range(len(spec.blocks))))
-        needed = residency.disk_bytes + spare if residency.disk_bytes else 0
+        needed = residency.disk_bytes and residency.disk_bytes + written_bytes(spec)
         allowed = self.session.disk_room_bytes(self)
         if needed > allowed:
             msg = (
@@ -429,7 +395,7 @@ class OffloadedModel:
         self.steps.clear()
         self.moments.clear()
         for pack in self.layers.spec.packs:
-            for what in STATES:
+            for what in MOMENTS:
                 self.pager.discard(pack.index, what)
 
     # -- steps ----------------------------------------------------------------------------
@@ -539,9 +505,31 @@ class OffloadedModel:
         return moments[0 if what is What.EXP_AVG else 1]
 
 
-def offload(model: nn.Module, session: Session) -> OffloadedModel:
-    """Move a model that is in RAM into the session's store."""
-    layers = cut(model)
+def offload(
+    model: nn.Module, session: Session, dtype: torch.dtype | str | None = None
+) -> OffloadedModel:
+    """Return a model's record; a model that is in RAM moves into the session's store first.
+
+    Parameters
+    ----------
+    model
+        In RAM, or in the session already.
+    session
+        The session.
+    dtype
+        What it computes in: ``torch.float32``, ``torch.bfloat16``, or None for what its parameters are.
+
+    Raises
+    ------
+    ArgumentError
+        Another dtype, or another one than the model has in the session.
+    """
+    wanted = parse_dtype(dtype)
+    offloaded = offloaded_model(model)
+    if offloaded is not None:
+        offloaded.check_dtype(wanted)
+        return offloaded
+    layers = cut(model, wanted)
     for param, home in layers.homes.items():
         if param.device.type == "meta":
             msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
@@ -554,7 +542,7 @@ def offload(model: nn.Module, session: Session) -> OffloadedModel:
     offloaded = OffloadedModel(model, layers, session)
     try:
         offloaded.move_in()
-        offloaded.intercept()
+        offloaded.intercept(wanted)
     except BaseException:
         offloaded.undo()
         raise

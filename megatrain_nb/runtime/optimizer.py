@@ -14,7 +14,7 @@ from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import STATES, What
+from megatrain_nb.runtime.pager import MOMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -227,7 +227,7 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             return
         self.offloaded.steps[param] = int(state["step"])
-        for what in (What.EXP_AVG, What.EXP_AVG_SQ):
+        for what in MOMENTS:
             if state.get(what.value) is not None:
                 with torch.no_grad():
                     self.offloaded.moment(param, what).copy_(state[what.value])
@@ -235,7 +235,7 @@ class AdamW(torch.optim.Optimizer):
     def _drop_state(self, param: Any) -> None:
         if self.offloaded.steps.pop(param, 0):
             del self.state[param]
-            for what in (What.EXP_AVG, What.EXP_AVG_SQ):
+            for what in MOMENTS:
                 self.offloaded.moment(param, what).zero_()
 
     def _note_state(self) -> None:
@@ -243,7 +243,7 @@ class AdamW(torch.optim.Optimizer):
         for param, step in self.offloaded.steps.items():
             state = self.state[param]
             if not state:
-                for what in (What.EXP_AVG, What.EXP_AVG_SQ):
+                for what in MOMENTS:
                     state[what.value] = self.offloaded.moment(param, what)
             state["step"] = torch.tensor(float(step))
 
@@ -356,7 +356,7 @@ def _update_ordinary(
     offloaded: OffloadedModel, param: nn.Parameter, segment: Segment, grad_scale: float
 ) -> None:
     assert param.grad is not None
-    moments = [offloaded.moment(param, what) for what in STATES]
+    moments = [offloaded.moment(param, what) for what in MOMENTS]
     tensors = (param, *moments, param.grad)
     hosts = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
     values, exp_avg, exp_avg_sq, grad = (host.view(-1).numpy() for host in hosts)

@@ -12,6 +12,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
+from megatrain_nb.codec import split
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
@@ -434,6 +435,8 @@ def load_code() -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
     warm_up()
+    warm_up(split=True)
+    split.warm_up()
 
 
 def current_session() -> Session | None:

@@ -29,7 +29,10 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatus:
-    """One model: its size, its steps, and what of it stays in RAM."""
+    """One model: its size, its steps, and what of it stays in RAM.
+
+    ``num_split`` of its parameters compute in bf16; their fp32 numbers are stored as two halves.
+    """
 
     name: str
     num_params: int
@@ -40,6 +43,7 @@ class ModelStatus:
     working_bytes: int
     activation_bytes: int
     keep_bytes: int
+    num_split: int
     logits: Chunking | None
 
 
@@ -88,7 +92,8 @@ class Status:
             rows += [
                 (
                     model.name,
-                    f"{format_count(model.num_params)} parameters in {model.num_blocks} blocks, {model.num_steps} steps",
+                    f"{format_count(model.num_params)} parameters in {model.num_blocks} blocks, {model.num_steps} steps"
+                    + _describe_dtype(model),
                 ),
                 (
                     "its state",
@@ -165,4 +170,15 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         activation_bytes=residency.activation_bytes,
         keep_bytes=residency.keep_bytes,
         logits=model.logits.chunking,
+        num_split=sum(
+            param.numel for pack in spec.packs if pack.split for param in pack.params
+        ),
     )
+
+
+def _describe_dtype(model: ModelStatus) -> str:
+    if not model.num_split:
+        return ""
+    some = model.num_split < model.num_params
+    count = f"{format_count(model.num_split)} of them " if some else ""
+    return f"; {count}compute in bf16 with an fp32 master"

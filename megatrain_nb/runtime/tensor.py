@@ -119,16 +119,19 @@ def placeholder(
 
 
 def stream_parameter(
-    param: nn.Parameter, source: Source, device: torch.device
+    param: nn.Parameter,
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> StreamedParameter:
-    """Turn a parameter into a streamed one; whoever holds the object sees the change.
+    """Turn a parameter into a streamed one of ``dtype``; whoever holds the object sees the change.
 
     The parameter's own memory is freed unless somebody else holds it.
     """
     requires_grad = param.requires_grad
     param.grad = None
-    with torch.no_grad():
-        param.data = placeholder(tuple(param.shape), param.dtype, device)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        param.data = placeholder(tuple(param.shape), dtype or param.dtype, device)
     param.__class__ = StreamedParameter
     assert isinstance(param, StreamedParameter)
     param._source, param._views, param._meta = source, (), None

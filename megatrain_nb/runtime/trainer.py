@@ -49,7 +49,7 @@ class Trainer(transformers.Trainer):
         then draws other masks.
     **kwargs
         As for ``transformers.Trainer``. ``optimizers=(optimizer, scheduler)`` takes an AdamW or Adam over.
-        ``nonfinite``: as for `wrap`.
+        ``nonfinite``, ``dtype``: as for `wrap`.
 
     Raises
     ------
@@ -101,8 +101,7 @@ class Trainer(transformers.Trainer):
         if not isinstance(model, nn.Module):
             msg = f"model={model!r} is not a model; give model= or model_init="
             raise ArgumentError(msg)
-        if offloaded_model(model) is None:
-            offload(model, self.session)
+        offload(model, self.session, kwargs.pop("dtype", None))
         self._offloaded_of(model).executor.check_usable()
         self._offloaded_of(model).fuse(fuse_micro_batches)
         if optimizer is not None:
@@ -265,7 +264,6 @@ def _refusals(
     args: TrainingArguments, kwargs: dict[str, Any]
 ) -> list[tuple[bool, str, str]]:
     optim = str(getattr(args.optim, "value", args.optim))
-    later = "comes in a later version"
     return [
         (
             args.save_strategy != SaveStrategy.NO,
@@ -278,21 +276,26 @@ def _refusals(
             f"optim={optim!r}",
             f"updates run on the host in AdamW kernels; give one of {', '.join(_OPTIMIZERS)}",
         ),
-        (args.fp16, "fp16=True", "there is no loss scaler; train in fp32"),
+        (
+            args.fp16,
+            "fp16=True",
+            "there is no loss scaler; train in fp32, or in bf16 with mt.Trainer(dtype=torch.bfloat16)",
+        ),
         (
             args.bf16,
             "bf16=True",
-            f"bf16 compute with an fp32 master {later}; train in fp32",
+            "in transformers it means autocast over fp32 weights; leave it out, and for bf16 compute with an fp32 "
+            "master give mt.Trainer(dtype=torch.bfloat16) or a model that is bf16",
         ),
         (
             bool(args.fp16_full_eval),
             "fp16_full_eval=True",
-            "the streamed weights are fp32; leave it out",
+            "the streamed weights stay as they are; leave it out",
         ),
         (
             bool(args.bf16_full_eval),
             "bf16_full_eval=True",
-            "the streamed weights are fp32; leave it out",
+            "the streamed weights stay as they are; leave it out",
         ),
         (
             bool(args.fsdp),

@@ -17,25 +17,20 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from megatrain_nb.codec.split import Split
 from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.plan.timeline import Span
-from megatrain_nb.runtime.pager import STATES, What
+from megatrain_nb.runtime.pager import What, states_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
-    from numpy.typing import NDArray
-
     from megatrain_nb.optim.adamw import UpdateThreads
     from megatrain_nb.runtime.pager import Pager
     from megatrain_nb.store.host import Slab
-
-_STREAMED = (What.GRADS, *STATES)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,13 +112,12 @@ class Updates:
     def read_ahead(self, pack: int) -> None:
         """Start to read what the update of a pack needs, as far as there is room.
 
-        Before it is due only the moments: its gradient may still change.
+        Before it is due without its gradient: that may still change.
         """
         self._ahead[pack] = None
         due = self._due.get(pack)
         for tile in self._tiles[pack] if due is None else due:
-            what = STATES if due is None else _STREAMED
-            if not self._begin(tile, what, patient=False):
+            if not self._begin(tile, grads=due is not None, patient=False):
                 return
 
     def advance(self) -> None:
@@ -153,7 +147,7 @@ class Updates:
         try:
             while due:
                 self._current = due[0]
-                self._begin(due[0], _STREAMED, patient=True)
+                self._begin(due[0], patient=True)
                 self.read_ahead(pack)
                 self._apply(due)
         finally:
@@ -166,7 +160,7 @@ class Updates:
             self._pager.discard(pack, What.GRADS)
 
     def settle(self, pack: int) -> None:
-        """Pay the debt of one pack, and forget what was read of its moments: they may change."""
+        """Pay the debt of one pack, and forget what was read of its states: they may change."""
         self.finish(pack)
         self._give_back(pack)
 
@@ -193,9 +187,9 @@ class Updates:
 
     # -- inside ---------------------------------------------------------------------------------------
 
-    def _begin(self, tile: _Tile, what: Sequence[What], *, patient: bool) -> bool:
+    def _begin(self, tile: _Tile, *, grads: bool = True, patient: bool) -> bool:
         """Start to read a tile; False if there is no room for all of it."""
-        for each in what:
+        for each in self._streamed(tile) if grads else self._states(tile):
             piece = self._pager.piece(tile.pack, each)
             if each in tile.slabs:
                 continue
@@ -219,14 +213,16 @@ class Updates:
         except BaseException:
             self._give_tile_back(tile)
             raise
-        whole = [what for what in _STREAMED if what not in tile.slabs]
+        streamed = self._streamed(tile)
+        whole = [what for what in streamed if what not in tile.slabs]
         for what in whole:
             pager.need(tile.pack, what)
-        arrays = {what: self._array(tile, what) for what in What}
+        arrays = {what: self._array(tile, what) for what in (What.WEIGHTS, *streamed)}
+        weights = arrays[What.WEIGHTS]
         start = time.perf_counter()
         try:
             update(
-                arrays[What.WEIGHTS],
+                Split(weights, arrays[What.LOW]) if pack.split else weights,
                 arrays[What.EXP_AVG],
                 arrays[What.EXP_AVG_SQ],
                 arrays[What.GRADS],
@@ -266,7 +262,7 @@ class Updates:
         """Whether an update of the tile would not have to wait."""
         if not self._pager.piece(tile.pack, What.WEIGHTS).landed:
             return False
-        for what in _STREAMED:
+        for what in self._streamed(tile):
             if what in tile.slabs:
                 reading = tile.reading[what]
                 if reading is not None and not reading.done():
@@ -275,11 +271,17 @@ class Updates:
                 return False
         return True
 
-    def _array(self, tile: _Tile, what: What) -> NDArray[np.float32]:
-        slab = tile.slabs.get(what)
+    def _states(self, tile: _Tile) -> tuple[What, ...]:
+        return states_of(self._pager.packs[tile.pack])
+
+    def _streamed(self, tile: _Tile) -> tuple[What, ...]:
+        return (What.GRADS, *self._states(tile))
+
+    def _array(self, tile: _Tile, what: What) -> Any:
+        slab, piece = tile.slabs.get(what), self._pager.piece(tile.pack, what)
         if slab is not None:
-            return slab.view(np.float32, 0, tile.stop - tile.start)
-        return self._pager.piece(tile.pack, what).floats()[tile.start : tile.stop]
+            return slab.view(piece.dtype, 0, tile.stop - tile.start)
+        return piece.values()[tile.start : tile.stop]
 
     def _give_way(self) -> bool:
         """Give back the tile that was read ahead and is needed last; False if there is none."""

@@ -44,13 +44,14 @@ def wrap(  # noqa: PLR0913 - settings, by keyword only
     max_grad_norm: float | None = None,
     nonfinite: str = "stop",
     fuse_micro_batches: bool = False,
+    dtype: torch.dtype | str | None = None,
 ) -> tuple[nn.Module, AdamW]:
     """Move a model into the open session; the usual training loop works on what comes back.
 
     Parameters
     ----------
     model
-        fp32, in RAM or made by ``mt.from_config``. Its memory is freed block by block as it moves.
+        fp32 or bf16, in RAM or made by ``mt.from_config``. Its memory is freed block by block as it moves.
     optimizer
         A torch.optim.AdamW or Adam to take over, state included; None makes an AdamW.
     lr, betas, eps, weight_decay
@@ -63,6 +64,9 @@ def wrap(  # noqa: PLR0913 - settings, by keyword only
     fuse_micro_batches
         Let small micro-batches of a `train_step` pass a block together, where that gives the same up to rounding.
         Dropout then draws other masks.
+    dtype
+        What the model computes in: ``torch.float32``, or ``torch.bfloat16`` with an fp32 master, which is what
+        AdamW updates. None: what its parameters are. Buffers stay as they are.
 
     Returns
     -------
@@ -74,7 +78,7 @@ def wrap(  # noqa: PLR0913 - settings, by keyword only
     SessionError
         No session is open.
     ArgumentError
-        An optimizer that cannot be taken over.
+        An optimizer that cannot be taken over, or a dtype other than these.
     ModelError
         A model that cannot be streamed.
     BudgetError
@@ -92,9 +96,7 @@ def wrap(  # noqa: PLR0913 - settings, by keyword only
         if (lr, betas, eps, weight_decay) != (1e-3, (0.9, 0.999), 1e-8, 1e-2):
             msg = "lr, betas, eps and weight_decay are those of the optimizer that you give; leave them out"
             raise ArgumentError(msg)
-    offloaded = offloaded_model(model)
-    if offloaded is None:
-        offloaded = offload(model, session)
+    offloaded = offload(model, session, dtype)
     offloaded.executor.check_usable()
     offloaded.fuse(fuse_micro_batches)
     if optimizer is not None:
@@ -115,6 +117,9 @@ def wrap(  # noqa: PLR0913 - settings, by keyword only
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model as an ordinary one, its weights in ordinary memory.
+
+    What computed in bf16 comes back in bf16; its fp32 master is gone then, so write that before with
+    ``mt.save_pretrained(model, dir, dtype=torch.float32)``.
 
     Raises
     ------

@@ -1,8 +1,9 @@
 """The work of the benchmarks: a Llama of 120 M parameters, stepped on command.
 
 Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk] [fuse]``,
-each with ``--window BATCHxLENGTHxCOUNT`` where it is not 2x256x2; every line on stdin takes one optimizer
-step and answers with one line of JSON. A process of its own for each side keeps allocators, threads and
+each with ``--bf16`` where it is not fp32 and ``--window BATCHxLENGTHxCOUNT`` where it is not 2x256x2; every
+line on stdin takes one optimizer step and answers with one line of JSON. A process of its own for each side
+keeps allocators, threads and
 memory apart.
 """
 
@@ -46,9 +47,14 @@ def windows(
 
 
 def plain(*flags: str) -> Step:
-    """Plain PyTorch: all in RAM, fused AdamW, clipping; gradient checkpointing unless a flag says no."""
+    """Plain PyTorch: all in RAM, fused AdamW, clipping; gradient checkpointing unless a flag says no.
+
+    In bf16 without a master: weights and moments are bf16 as well.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(config()).train()
+    if "--bf16" in flags:
+        model.to(torch.bfloat16)
     if "--no-checkpointing" not in flags:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -71,13 +77,14 @@ def plain(*flags: str) -> Step:
 
 
 def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
-    """The same through the session."""
+    """The same through the session; in bf16 with an fp32 master."""
     import megatrain_nb as mt  # noqa: PLC0415
 
     session = mt.init(directory, max_ram_gb=float(max_ram_gb))
     if "disk" in flags:
         session.max_resident_bytes = 0
-    model = mt.from_config(config(), seed=0)
+    dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
+    model = mt.from_config(config(), seed=0, dtype=dtype)
     model.train()
     model, optimizer = mt.wrap(
         model, lr=1e-4, max_grad_norm=1.0, fuse_micro_batches="fuse" in flags

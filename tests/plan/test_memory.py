@@ -16,25 +16,37 @@ from megatrain_nb.units import parse_size
 TILE = 4096
 
 
-def make_spec(sizes: list[int]) -> ModelSpec:
+def make_spec(sizes: list[int], *, split: bool = False) -> ModelSpec:
     return ModelSpec(
         blocks=tuple(
             BlockSpec(index=i, name=f"b{i}", packs=(i,)) for i in range(len(sizes))
         ),
         packs=tuple(
-            pack_params(i, f"b{i}", [("w", (size,))]) for i, size in enumerate(sizes)
+            pack_params(i, f"b{i}", [("w", (size,))], split=split)
+            for i, size in enumerate(sizes)
         ),
     )
 
 
-specs = st.builds(make_spec, st.lists(st.integers(1, 40_000), min_size=1, max_size=8))
+specs = st.builds(
+    make_spec,
+    st.lists(st.integers(1, 40_000), min_size=1, max_size=8),
+    split=st.booleans(),
+)
+
+
+# Of weights, gradients and states, per parameter of an fp32 and of a split pack.
+BYTES = {False: (4, 4, 8), True: (2, 4, 10)}
 
 
 def kept_bytes(spec: ModelSpec, plan: Residency) -> int:
     return sum(
-        spec.packs[index].weight_bytes * factor
-        for kept, factor in ((plan.weights, 1), (plan.grads, 1), (plan.states, 2))
-        for index in kept
+        pack.numel * size
+        for pack in spec.packs
+        for kept, size in zip(
+            (plan.weights, plan.grads, plan.states), BYTES[pack.split], strict=True
+        )
+        if pack.index in kept
     )
 
 
@@ -146,3 +158,11 @@ def test_the_minimum_in_the_message_is_the_minimum() -> None:
     named = re.search(r"at least ([\d.]+ \w+)", str(error.value))
     assert named is not None
     assert parse_size(named[1]) <= 1.01 * spec.state_bytes
+
+
+def test_halves_let_twice_as_many_weights_stay() -> None:
+    whole, halves = (make_spec([4096] * 8, split=split) for split in (False, True))
+    assert whole.state_bytes == halves.state_bytes == 8 * 16 * 4096
+    limit = working_bytes(whole, tile_numel=TILE) + 4 * 4 * 4096
+    plans = plan_for(whole, limit), plan_for(halves, limit)
+    assert [len(plan.weights) for plan in plans if plan] == [4, 8]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatrain_nb.plan.memory import Residency
 from megatrain_nb.plan.traffic import Traffic, step_traffic
 from tests.plan.test_schedule import make_spec
@@ -33,6 +35,16 @@ def test_tied_packs_move_once_each_way() -> None:
     traffic = step_traffic(tied, Residency(), [0, 1, 2, 3])
     # Pack 0 is there at the start and leaves before block 3 needs it again.
     assert traffic.written_bytes == (3 + 1 + 6) * BLOCK
+
+
+def test_halves() -> None:
+    """Half the bytes for weights, and the other half goes with the moments."""
+    packs = tuple(replace(pack, split=True) for pack in SPEC.packs)
+    traffic = step_traffic(replace(SPEC, packs=packs), Residency(), [0, 1, 2, 3])
+    assert traffic == Traffic(
+        read_bytes=(5 * 2 + 2 * 4 + 4 * 10) * BLOCK // 4,
+        written_bytes=(4 * 2 + 2 * 4 + 4 * 10) * BLOCK // 4,
+    )
 
 
 def test_no_blocks() -> None:

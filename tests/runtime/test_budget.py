@@ -33,7 +33,7 @@ def phase(name):
 import megatrain_nb as mt
 session = mt.init(sys.argv[1] + "/offload", max_ram_gb=float(sys.argv[2]))
 phase("opening")
-model = mt.from_config(config(), seed=0)
+model = mt.from_config(config(), seed=0, dtype=sys.argv[3])
 phase("making")
 model, optimizer = mt.wrap(model, lr=1e-4, max_grad_norm=1.0)
 data = windows()
@@ -56,9 +56,12 @@ print(json.dumps({"peaks": peaks, "losses": losses, "held": held, "left": left})
 
 
 @pytest.mark.slow
-def test_peak_memory_stays_within_the_budget_in_every_phase(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory_stays_within_the_budget_in_every_phase(
+    tmp_path: Path, dtype: str
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PHASES, str(tmp_path), str(MAX_RAM_GB)],
+        [sys.executable, "-c", PHASES, str(tmp_path), str(MAX_RAM_GB), dtype],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

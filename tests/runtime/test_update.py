@@ -171,14 +171,17 @@ def test_a_plan_that_shrinks_while_updates_are_due(tmp_path: Path) -> None:
         assert differing(expected, snapshot(model, optimizer)) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("resident", [0, 20_000, 70_000])
-def test_a_step_moves_what_the_plan_says(tmp_path: Path, resident: int) -> None:
+def test_a_step_moves_what_the_plan_says(
+    tmp_path: Path, resident: int, dtype: torch.dtype
+) -> None:
     with opened(tmp_path) as session:
         session.max_resident_bytes = resident
-        model, optimizer = wrapped(seeded(TinyLM))
+        model, optimizer = wrapped(seeded(TinyLM), dtype=dtype)
         window_step(model, optimizer, 0)
         window_step(model, optimizer, 1)  # from now on there are moments to read
-        results = [window_step(model, optimizer, step) for step in range(2, 34)]
+        results = [window_step(model, optimizer, step) for step in range(2, 42)]
         record = model._megatrain
         order = [block.index for block in record.layers.spec.blocks]
         planned = step_traffic(record.layers.spec, record.residency, order)
@@ -200,17 +203,24 @@ def test_memory_goes_back_after_the_last_step(tmp_path: Path) -> None:
         assert session.pool.in_use_bytes == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("tile", [1024, TILE_NUMEL])
 def test_random_delays_change_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool, tile: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tied: bool,
+    tile: int,
+    dtype: torch.dtype,
 ) -> None:
     """Every read, write and update takes its own time; the result is that of a run without delays."""
     defaults = Pager.__init__.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "tile_numel", tile)
     with opened(tmp_path):
-        model, optimizer = wrapped(seeded(lambda: TinyLM(tied=tied)), max_grad_norm=0.5)
+        model, optimizer = wrapped(
+            seeded(lambda: TinyLM(tied=tied)), max_grad_norm=0.5, dtype=dtype
+        )
         for step in range(25):
             window_step(model, optimizer, step)
         expected = snapshot(model, optimizer)
@@ -228,7 +238,9 @@ def test_random_delays_change_nothing(
         monkeypatch.setattr(TileFile, name, delayed(getattr(TileFile, name)))
     monkeypatch.setattr("megatrain_nb.runtime.update.update", delayed(adamw.update))
     with opened(tmp_path, max_ram_gb="180 kB"):
-        model, optimizer = wrapped(seeded(lambda: TinyLM(tied=tied)), max_grad_norm=0.5)
+        model, optimizer = wrapped(
+            seeded(lambda: TinyLM(tied=tied)), max_grad_norm=0.5, dtype=dtype
+        )
         for step in range(25):
             window_step(model, optimizer, step)
         assert differing(expected, snapshot(model, optimizer)) == []
