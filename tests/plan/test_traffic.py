@@ -42,7 +42,7 @@ def test_halves() -> None:
     packs = tuple(replace(pack, split=True) for pack in SPEC.packs)
     traffic = step_traffic(replace(SPEC, packs=packs), Residency(), [0, 1, 2, 3])
     assert traffic == Traffic(
-        read_bytes=(5 * 2 + 2 * 4 + 4 * 10) * BLOCK // 4,
+        read_bytes=(3 * 2 + 2 * 4 + 4 * 10) * BLOCK // 4,
         written_bytes=(4 * 2 + 2 * 4 + 4 * 10) * BLOCK // 4,
     )
 
