@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import ModelSpec, PackSpec
 
-# A forward's first blocks stay in RAM, weights and gradients, from the backward before.
+# The blocks that a pass begins with stay in RAM from the pass before: weights, and gradients for a forward.
 NUM_FIRST = 2
 
 
@@ -41,7 +41,7 @@ def step_traffic(
         block turns while it is loaded.
     """
     first = {pack for block in order[:NUM_FIRST] for pack in spec.blocks[block].packs}
-    last = set(spec.blocks[order[-1]].packs) if order else set()
+    last = {p for b in order[-1 - NUM_FIRST :] for p in spec.blocks[b].packs}
     every = {pack for block in order for pack in spec.blocks[block].packs}
     loads = [
         *_loads(spec, order, Kind.FORWARD, loaded=first),

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from megatrain_nb.runtime.executor import Bound
+    from megatrain_nb.runtime.fuse import FusedCall
     from megatrain_nb.runtime.layers import Block
 
 _RECORDER = "transformers.utils.output_capturing"
@@ -52,6 +53,8 @@ class BlockCall:
         The input tensors that want a gradient.
     outputs
         After `run`: detached output tensors, recorded ones last; those that had a graph require grad.
+    fused
+        The call that ran in the place of this one and others; None for one that ran by itself.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class BlockCall:
             x for x in self._inputs if isinstance(x, Tensor) and x.requires_grad
         ]
         self.outputs: list[Tensor] = []
+        self.fused: FusedCall | None = None
         self._result: Any = None
         self._rng: list[Tensor] = []
         self._collector = _active_collector()
@@ -84,6 +88,9 @@ class BlockCall:
         self._kept: Kept | None = None
         self._counted = False
         self._check_inputs()
+
+    # Whether what autograd saves may be kept until backward, elsewhere than in a turn.
+    keepable = True
 
     def run(self, bound: Bound, *, turning: bool = False) -> None:
         """Run the block; `outputs` are there afterwards.
@@ -102,7 +109,7 @@ class BlockCall:
         if turning:
             result, tensors, fresh = self._compute()
             self._kept = Kept(tensors, fresh)
-        elif bound.keeping.wants(self.block.spec.index):
+        elif self.keepable and bound.keeping.wants(self.block.spec.index):
             saver = Saver(bound)
             with torch.autograd.graph.saved_tensors_hooks(
                 saver.pack, bound.later.unpack
@@ -197,18 +204,23 @@ class BlockCall:
         if kept is not None and kept.usable():
             return self._use(kept, grads, bound)
         del kept
-        saver = Saver(bound)
         with self._as_it_was(), bound.later.found_in(bound):
-            with torch.autograd.graph.saved_tensors_hooks(
-                saver.pack, bound.later.unpack
-            ):
-                _, tensors, fresh = self._compute()
+            _, tensors, fresh = self._compute_counted(bound)
             if len(tensors) != len(self.outputs):
                 msg = f"{self.block.name} returned {len(self.outputs)} tensors, then {len(tensors)} for the same inputs"
                 raise ModelError(msg)
-            self._count(bound, saver)
             self._flow(tensors, grads)
         return [x.grad for x in fresh]
+
+    def _compute_counted(self, bound: Bound) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Run again, and let the plan learn how much the graph holds."""
+        if not self.keepable:
+            return self._compute()
+        saver = Saver(bound)
+        with torch.autograd.graph.saved_tensors_hooks(saver.pack, bound.later.unpack):
+            result = self._compute()
+        self._count(bound, saver)
+        return result
 
     def _use(
         self, kept: Kept, grads: Sequence[Tensor | None], bound: Bound

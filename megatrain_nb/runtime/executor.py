@@ -24,9 +24,11 @@ from megatrain_nb.plan.timeline import Span
 from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
 from megatrain_nb.runtime.call import BlockCall, keep_weights
+from megatrain_nb.runtime.chunks import HOME
 from megatrain_nb.runtime.device import tensor_over
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.kept import Keeping, Later, loosen
+from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
 from megatrain_nb.runtime.pager import What
 
 if TYPE_CHECKING:
@@ -126,6 +128,8 @@ class Executor:
         The block whose modules hold ordinary parameters at this moment, or None.
     unusable
         Why the model must not be used any more; empty while it may.
+    logits
+        Which calls of the head wait; None for none.
     """
 
     def __init__(
@@ -150,6 +154,7 @@ class Executor:
         self.window: Window | None = None
         self.inside: Block | None = None
         self.unusable = ""
+        self.logits: LargeLogits | None = None
         self.stop = stop
         self._relieve = relieve
         self._on_span = on_span
@@ -168,11 +173,27 @@ class Executor:
         self.check_usable()
         if self.inside is not None:
             return self._nested(block, args, kwargs)
+        if self.logits is not None:
+            args, kwargs = plain_arguments(args, kwargs)
+            waiting = self.logits.put_off(block, args, kwargs)
+            if waiting is not None:
+                return waiting
+        return self.call_now(block, args, kwargs)
+
+    def call_now(
+        self,
+        block: Block,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        make: type[BlockCall] = BlockCall,
+    ) -> Any:
+        """Run a block, or hand its call to the window."""
         if not torch.is_grad_enabled():
             if self.window is not None and self.window.is_inside():
                 return self.window.visit(block, args, kwargs)
             return self.forward_only(block, args, kwargs)
-        call = BlockCall(block, args, kwargs, self.device.torch_device)
+        call = make(block, args, kwargs, self.device.torch_device)
         if self.window is not None and self.window.is_inside():
             return self.window.suspend(call)
         return through_autograd(self, call)
@@ -241,8 +262,9 @@ class Executor:
             for pack in self._first_packs():  # a step follows, and the next forward
                 self.updates.read_ahead(pack)
         grads = {
-            pack: self.pager.need(pack, What.GRADS)
-            for pack in self._trained_packs(block)
+            # A parameter without a norm has no gradient: nobody looks at the bytes there.
+            pack: self.pager.need(pack, What.GRADS, blank=not has_gradient)
+            for pack, has_gradient in self._trained_packs(block).items()
             if with_grads
         }
         start, before = time.perf_counter(), self.not_computing()
@@ -333,7 +355,6 @@ class Executor:
     def _plan(self, wanted: Action) -> list[Action]:
         spec = self.layers.spec
         self._ahead.clear()
-        self._settle_unneeded(spec.blocks[wanted.block].packs)
         if wanted.kind is Kind.FORWARD:
             order = successors(self._learned, wanted.block, len(self._order))
         else:
@@ -343,6 +364,7 @@ class Executor:
                 if wanted.block in seen
                 else [wanted.block]
             )
+        self._settle_unneeded(self._packs_of(order[:NUM_FIRST]))
         return make_schedule(spec, order, wanted.kind)
 
     def _note(self, action: Action) -> None:
@@ -379,10 +401,10 @@ class Executor:
         keep = {
             pack for near in (wanted.block, *self._ahead) for pack in blocks[near].packs
         }
-        backward = wanted.kind is Kind.BACKWARD
+        soon = self._soon(wanted.kind)
         for pack in blocks[block].packs:
             if pack in self._loaded and pack not in keep:
-                self._unload(pack, keep=backward and pack in self._first_packs())
+                self._unload(pack, keep=pack in soon)
 
     def _unload(self, pack: int, *, keep: bool = False) -> None:
         self.device.release(self._loaded.pop(pack))
@@ -421,8 +443,7 @@ class Executor:
         self, segments: dict[int, list[Segment]], *, grad_scale: float
     ) -> None:
         """Note an AdamW step as due, in the order in which the next forward needs it."""
-        blocks = self.layers.spec.blocks
-        order = [pack for block in self._expected() for pack in blocks[block].packs]
+        order = self._packs_of(self._expected())
         self.updates.begin(segments, grad_scale=grad_scale, order=order)
         self.version += 1
         self._turn_over()
@@ -433,8 +454,20 @@ class Executor:
 
     def _first_packs(self) -> tuple[int, ...]:
         """Return the packs that the next forward begins with."""
-        blocks = self.layers.spec.blocks
-        return tuple(pack for block in self._first for pack in blocks[block].packs)
+        return self._packs_of(self._first)
+
+    def _soon(self, kind: Kind) -> tuple[int, ...]:
+        """Return the packs that the pass after this one begins with: they stay while there is room."""
+        if kind is Kind.BACKWARD:
+            return self._first_packs()
+        if self.window is None:  # who knows what comes
+            return ()
+        return self._packs_of(self._learned[-1 - NUM_FIRST : -1])
+
+    def _packs_of(self, blocks: list[int]) -> tuple[int, ...]:
+        return tuple(
+            p for block in blocks for p in self.layers.spec.blocks[block].packs
+        )
 
     @property
     def _first(self) -> list[int]:
@@ -477,6 +510,7 @@ class Executor:
             pending = part_of(tensor_over(host), home)
             self._sum_gradient(param, bound, pending, in_place=gradient is not None)
             return
+        setattr(plain, HOME, None if gradient is None else part_of(gradient, home))
         if gradient is None:
             if param in self.norms:  # added to in the same order as on the host
                 pending = part_of(torch.from_numpy(host), home)
@@ -520,12 +554,13 @@ class Executor:
         bound.landed[param] = landed
         bound.plain[param].register_post_accumulate_grad_hook(landed)
 
-    def _trained_packs(self, block: Block) -> list[int]:
-        """Return the packs of a block in which a parameter wants a gradient."""
+    def _trained_packs(self, block: Block) -> dict[int, bool]:
+        """Return the packs of a block in which a parameter wants a gradient, and whether one has one."""
+        homes = self.layers.homes
+        begun = {homes[param].pack.index for param in self.norms}
         params = (site.param for site in block.sites if site.param.requires_grad)
-        return list(
-            dict.fromkeys(self.layers.homes[param].pack.index for param in params)
-        )
+        packs = (homes[param].pack.index for param in params)
+        return {pack: pack in begun for pack in packs}
 
     def _take_gradients(self, block: Block, bound: Bound) -> None:
         """Bring gradients to RAM, and note their norms while they are at hand."""

@@ -31,8 +31,10 @@ from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
+from megatrain_nb.runtime.fuse import Fusing
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
+from megatrain_nb.runtime.logits import LargeLogits
 from megatrain_nb.runtime.pager import MOMENTS, Pager, What
 from megatrain_nb.runtime.source import PieceSource
 from megatrain_nb.runtime.tensor import (
@@ -98,6 +100,8 @@ class OffloadedModel:
             stop=session.stop_event,
             relieve=self.relieve,
         )
+        self.logits = LargeLogits(self.executor, self._room_bytes)
+        self.executor.logits = self.logits
         self.device = session.device.torch_device
         self.steps: dict[nn.Parameter, int] = {}
         self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
@@ -110,10 +114,12 @@ class OffloadedModel:
         self._tokens = 0
         self.saved_version = 0
         self.residency = Residency()
+        self.fusing: Fusing | None = None
         self._hooks: list[RemovableHandle] = []
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
-        self._keep_wanted = 0
+        self._keep_wanted = self._keep_beside = 0
         self._keep_first = False
+        self._room = 0
         session.adopt(self)
         try:
             session.plan()
@@ -239,6 +245,20 @@ class OffloadedModel:
         self.pager.close()
         self.session.dismiss(self)
 
+    def fuse(self, wanted: bool) -> None:
+        """Let micro-batches of a window pass a block together, or not.
+
+        Raises
+        ------
+        ArgumentError
+            Neither True nor False.
+        """
+        given: object = wanted
+        if not isinstance(given, bool):
+            msg = f"fuse_micro_batches={wanted!r} is neither True nor False"
+            raise ArgumentError(msg)
+        self.fusing = Fusing(self.session.note) if wanted else None
+
     def note_saved(self) -> None:
         """Note that the weights as they are now were exported."""
         self.pager.close_held()
@@ -261,6 +281,7 @@ class OffloadedModel:
         """
         spec, tile_numel = self.layers.spec, self.pager.tile_numel
         room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        self._room = max(room, 0)
         if self._reserved > max(room, 0) and self.num_steps:
             logger.warning(
                 "%s: its own tensors took %s and %s are left beside what streams, so the process exceeds max_ram_gb; "
@@ -273,7 +294,7 @@ class OffloadedModel:
             spec,
             limit_bytes=limit_bytes,
             activation_bytes=max(0, min(self._reserved, room)),
-            keep_bytes=self._keepable_bytes(),
+            keep_bytes=self._keepable_bytes() + self._keep_beside,
             keep_share=self._keep_share(),
             resident_bytes=self.session.max_resident_bytes,
             tile_numel=tile_numel,
@@ -282,7 +303,8 @@ class OffloadedModel:
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
-        self.executor.keeping.limit_bytes = residency.keep_bytes
+        limit_bytes = residency.keep_bytes - self._keep_beside
+        self.executor.keeping.limit_bytes = max(limit_bytes, 0)
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -294,6 +316,17 @@ class OffloadedModel:
             return 0  # they would take the accelerator's memory, not planned yet
         allowed = self.session.max_kept_bytes
         return self._keep_wanted if allowed is None else min(self._keep_wanted, allowed)
+
+    def _room_bytes(self) -> int:
+        """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""
+        device, spec = self.session.device, self.layers.spec
+        room = self._room
+        if device.torch_device.type == "cuda":
+            room = torch.cuda.get_device_properties(device.torch_device).total_memory
+        if not device.in_place and self.session.max_vram_bytes:
+            slots = 3 * max(spec.block_bytes(block.index) for block in spec.blocks)
+            room = max(0, min(room, self.session.max_vram_bytes - slots))
+        return room
 
     def _check_disk(self, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
@@ -309,29 +342,36 @@ class OffloadedModel:
 
     def relieve(self) -> None:
         """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
-        kept = self.executor.keeping.limit_bytes
-        if self.session.other_bytes() > self._reserved + kept:
+        if self.session.other_bytes() > self._reserved + self.residency.keep_bytes:
             heap.trim()
             self.learn()
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
         keeping = self.executor.keeping
-        other = self.session.other_peak_bytes() - keeping.restart_peak()
-        measured = round(1.05 * max(other, 0))
-        grown = keeping.wanted_bytes > self._keep_wanted
         least = self.last_step.least_seconds if self.last_step is not None else {}
         first = prefers_kept(least, now=self._keep_first)
-        off = not 0.8 * self._reserved <= measured <= self._reserved
-        if off or grown or first != self._keep_first:
-            if grown:  # with a margin: a window that is hardly larger changes nothing
-                self._keep_wanted = round(1.05 * keeping.wanted_bytes)
+        measured = round(1.05 * self.session.other_peak_bytes())
+        kept = keeping.restart_peak()
+        changed = first != self._keep_first
+        if kept:
+            # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
+            # grows, and only keeping gives way to it: so the plan comes to rest.
+            beside = measured - kept - self._reserved
+            changed |= beside > self._keep_beside
+            self._keep_beside = max(self._keep_beside, beside)
+            measured = self._reserved
+        if keeping.wanted_bytes > self._keep_wanted:
+            # A little more, so that a window that is hardly larger changes nothing.
+            self._keep_wanted = round(1.05 * keeping.wanted_bytes)
+            changed = True
+        if changed or not 0.8 * self._reserved <= measured <= self._reserved:
             self._reserved = max(measured, 0)
             self._keep_first = first
             self.session.plan()
             logger.info(
                 "set aside %s for activations; %s resident",
-                format_bytes(measured),
+                format_bytes(self._reserved + self.residency.keep_bytes),
                 format_bytes(self.residency.resident_bytes),
             )
 

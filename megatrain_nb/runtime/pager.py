@@ -196,8 +196,19 @@ class Pager:
 
     # -- whole pieces ---------------------------------------------------------------------------
 
-    def fetch(self, pack: int, what: What, *, patient: bool = False) -> bool:
+    def fetch(
+        self, pack: int, what: What, *, patient: bool = False, blank: bool = False
+    ) -> bool:
         """Start to bring a piece into RAM; False if there is no room for it now.
+
+        Parameters
+        ----------
+        pack, what
+            Which piece.
+        patient
+            Wait for room.
+        blank
+            What was never written need not read as zeros: it is overwritten, or not looked at.
 
         Raises
         ------
@@ -214,6 +225,8 @@ class Pager:
         piece.slab = slab
         try:
             for key, start, stop in self._tiles(piece):
+                if blank and key not in self.store:
+                    continue
                 future = self._read(key, piece.bytes_of(slab, start, stop))
                 if future is not None:
                     piece.loading.append(future)
@@ -222,10 +235,10 @@ class Pager:
             raise
         return True
 
-    def need(self, pack: int, what: What) -> Values:
+    def need(self, pack: int, what: What, *, blank: bool = False) -> Values:
         """Return a piece's values in RAM, shape (numel,); ``drop`` it after use."""
         piece = self._pieces[pack, what]
-        self.fetch(pack, what, patient=True)
+        self.fetch(pack, what, patient=True, blank=blank)
         if piece.loading:
             try:
                 self._wait_all(piece.loading, f"reading the {piece}")

@@ -123,7 +123,7 @@ class Session:
             undo.callback(self.threads.close)
             undo.pop_all()
         self.notes = self._find_notes(reclaimed)
-        rss.reset_peak()
+        self._peak = rss.PeakMeter()
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -280,14 +280,19 @@ class Session:
         for callback in self.callbacks:
             callback.on_step_end(result)
 
+    def note(self, text: str) -> None:
+        """Tell the user something, in the log and in the status."""
+        logger.warning(text)
+        self.notes = (*self.notes, text)
+
     def other_bytes(self) -> int:
         """Return the RAM that everything but the pool takes now, above the session's start."""
         return max(0, rss.resident_bytes() - self._base_bytes - self.pool.mapped_bytes)
 
     def other_peak_bytes(self) -> int:
         """Estimate the most RAM that everything but the pool took since the last call, above the session's start."""
-        peak = rss.peak_bytes()
-        rss.reset_peak()
+        peak = self._peak.read()
+        self._peak.restart()
         return max(0, peak - self._base_bytes - self.pool.mapped_bytes)
 
     # -- what a person sees --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from megatrain_nb.plan.logits import Chunking
     from megatrain_nb.runtime.callbacks import StepResult
     from megatrain_nb.runtime.offload import OffloadedModel
 
@@ -41,8 +42,9 @@ class ModelStatus:
     resident_bytes: int
     working_bytes: int
     activation_bytes: int
-    keep_bytes: int = 0
-    num_split: int = 0
+    keep_bytes: int
+    num_split: int
+    logits: Chunking | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,14 @@ class Status:
                     f"{format_bytes(model.keep_bytes)} for those that are kept instead of computed again",
                 ),
             ]
+            if model.logits is not None:
+                rows.append(
+                    (
+                        "logits",
+                        f"in chunks of {model.logits.tokens} tokens: "
+                        f"{format_bytes(model.logits.whole_bytes)} would not fit",
+                    )
+                )
         if self.last_step is not None:
             step = self.last_step
             causes = ", ".join(
@@ -159,6 +169,7 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         working_bytes=residency.working_bytes,
         activation_bytes=residency.activation_bytes,
         keep_bytes=residency.keep_bytes,
+        logits=model.logits.chunking,
         num_split=sum(
             param.numel for pack in spec.packs if pack.split for param in pack.params
         ),

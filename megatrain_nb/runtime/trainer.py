@@ -44,6 +44,9 @@ class Trainer(transformers.Trainer):
         In RAM (it moves into the session, block by block), or from ``mt.from_config``.
     args
         ``TrainingArguments`` as for transformers, with ``save_strategy="no"``; what cannot be honoured is refused.
+    fuse_micro_batches
+        Let small micro-batches of a step pass a block together, where that gives the same up to rounding. Dropout
+        then draws other masks.
     **kwargs
         As for ``transformers.Trainer``. ``optimizers=(optimizer, scheduler)`` takes an AdamW or Adam over.
         ``nonfinite``, ``dtype``: as for `wrap`.
@@ -62,7 +65,12 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, **kwargs: Any
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *,
+        fuse_micro_batches: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.session: Session = require_session()
         args = args or transformers.TrainingArguments("tmp_trainer", save_strategy="no")
@@ -95,6 +103,7 @@ class Trainer(transformers.Trainer):
             raise ArgumentError(msg)
         offload(model, self.session, kwargs.pop("dtype", None))
         self._offloaded_of(model).executor.check_usable()
+        self._offloaded_of(model).fuse(fuse_micro_batches)
         if optimizer is not None:
             optimizer = adopt(
                 self._offloaded_of(model), optimizer, None, self._nonfinite

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.callbacks import StepResult
 
 
-def wrap(  # noqa: PLR0913
+def wrap(  # noqa: PLR0913 - settings, by keyword only
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -43,6 +43,7 @@ def wrap(  # noqa: PLR0913
     weight_decay: float = 1e-2,
     max_grad_norm: float | None = None,
     nonfinite: str = "stop",
+    fuse_micro_batches: bool = False,
     dtype: torch.dtype | str | None = None,
 ) -> tuple[nn.Module, AdamW]:
     """Move a model into the open session; the usual training loop works on what comes back.
@@ -60,6 +61,9 @@ def wrap(  # noqa: PLR0913
     nonfinite
         Where a gradient is NaN or infinite: ``"stop"`` raises an error that names it before anything is
         updated, ``"skip"`` leaves that step's update out.
+    fuse_micro_batches
+        Let small micro-batches of a `train_step` pass a block together, where that gives the same up to rounding.
+        Dropout then draws other masks.
     dtype
         What the model computes in: ``torch.float32``, or ``torch.bfloat16`` with an fp32 master, which is what
         AdamW updates. None: what its parameters are. Buffers stay as they are.
@@ -94,6 +98,7 @@ def wrap(  # noqa: PLR0913
             raise ArgumentError(msg)
     offloaded = offload(model, session, dtype)
     offloaded.executor.check_usable()
+    offloaded.fuse(fuse_micro_batches)
     if optimizer is not None:
         return model, adopt(offloaded, optimizer, max_grad_norm, nonfinite)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -211,7 +216,11 @@ def run_window(
         with interrupts_wait(executor.stop):
             first = offloaded.model if offloaded.num_steps == 0 else None
             losses = Window(
-                executor, computes, step=offloaded.num_steps, model=first
+                executor,
+                computes,
+                step=offloaded.num_steps,
+                model=first,
+                fusing=offloaded.fusing,
             ).run()
     except BaseException:
         executor.abort()

@@ -1,8 +1,9 @@
 """The work of the benchmarks: a Llama of 120 M parameters, stepped on command.
 
-Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk]``,
+Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk] [fuse]``,
 each with ``--bf16`` where it is not fp32 and ``--window BATCHxLENGTHxCOUNT`` where it is not 2x256x2; every
-line on stdin takes one optimizer step and answers with one line of JSON. A process of its own for each side keeps allocators, threads and
+line on stdin takes one optimizer step and answers with one line of JSON. A process of its own for each side
+keeps allocators, threads and
 memory apart.
 """
 
@@ -85,7 +86,9 @@ def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
     dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
     model = mt.from_config(config(), seed=0, dtype=dtype)
     model.train()
-    model, optimizer = mt.wrap(model, lr=1e-4, max_grad_norm=1.0)
+    model, optimizer = mt.wrap(
+        model, lr=1e-4, max_grad_norm=1.0, fuse_micro_batches="fuse" in flags
+    )
 
     def step(window: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         result = mt.train_step(model, optimizer, window)
@@ -94,6 +97,8 @@ def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
             "causes": result.seconds,
             "read_bytes": result.read_bytes,
             "written_bytes": result.written_bytes,
+            "bound": result.bound,
+            "share_of_bound": result.share_of_bound,
         }
 
     return step
@@ -103,6 +108,7 @@ def main(kind: str, *arguments: str) -> None:
     """Answer each line of stdin with one step."""
     load_code()
     base = rss.resident_bytes()
+    meter = rss.PeakMeter()
     given = [*arguments]
     shape = [2, 256, 2]
     if "--window" in given:
@@ -112,12 +118,12 @@ def main(kind: str, *arguments: str) -> None:
     step = plain(*given) if kind == "plain" else offload(*given)
     print(json.dumps({"ready": True}), flush=True)
     for window, _ in zip(windows(*shape), sys.stdin, strict=False):
-        rss.reset_peak()
+        meter.restart()
         start, cpu_start = time.perf_counter(), time.process_time()
         answer = step(window)
         answer["seconds"] = time.perf_counter() - start
         answer["cpu_seconds"] = time.process_time() - cpu_start
-        answer["peak_bytes"] = rss.peak_bytes() - base
+        answer["peak_bytes"] = meter.read() - base
         print(json.dumps(answer), flush=True)
 
 

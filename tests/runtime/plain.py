@@ -277,7 +277,8 @@ def streamed_trace(case: Case, session: Session, steps: int = 5) -> Trace:
                 after_step=lambda: again_after.append(*again),
             )
     # The first step learns what activations take; then no block computes its forward again, or each layer does.
-    assert (again_after[0] == again_after[-1]) == case.keep
+    if steps > 1:
+        assert (again_after[0] == again_after[-1]) == case.keep
     check_place(case.place, session, model)
     return trace
 

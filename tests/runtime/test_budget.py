@@ -23,12 +23,12 @@ with torch.device("meta"):
     LlamaForCausalLM(config())  # what importing the model's code takes
 load_code()
 base = rss.resident_bytes()
-rss.reset_peak()
+meter = rss.PeakMeter()
 peaks = {}
 
 def phase(name):
-    peaks[name] = rss.peak_bytes() - base
-    rss.reset_peak()
+    peaks[name] = meter.read() - base
+    meter.restart()
 
 import megatrain_nb as mt
 session = mt.init(sys.argv[1] + "/offload", max_ram_gb=float(sys.argv[2]))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import megatrain_nb as mt
 from megatrain_nb.plan.schedule import Kind, make_schedule
+from megatrain_nb.plan.traffic import NUM_FIRST
 from tests.runtime.common import (
     Layer,
     TinyLM,
@@ -66,9 +67,9 @@ def test_what_happens_is_what_the_schedule_says(
         if action.kind in (Kind.FORWARD, Kind.BACKWARD)
     ]
     assert records.computed() == expected * (1 if window else 2)
-    # Everything was read ahead: no read was begun by the block that needed it.
+    # What a pass begins with stays from the pass before; everything else is read.
     reads = [span for span in records.spans if span.kind == "READ" and "weights" in span.name]  # fmt: skip
-    assert len(reads) >= len(expected) - 2
+    assert len(reads) >= len(expected) - 2 * (1 + NUM_FIRST)
 
 
 def test_weights_cross_twice_a_step_whatever_the_accumulation(tmp_path: Path) -> None:
