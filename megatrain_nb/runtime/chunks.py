@@ -116,7 +116,7 @@ class LossTask:
 
 
 class _Sum:
-    """Adds to one parameter's gradient in the memory where it stays."""
+    """Adds to one parameter's gradient in the memory where it stays; in fp32 for a bf16 parameter, rounded once."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self.param = param
@@ -125,27 +125,36 @@ class _Sum:
             self.total = param.grad
         else:
             home = getattr(param, HOME, None)
-            self.total = torch.empty_like(param) if home is None else home
+            if home is None:
+                wide = torch.promote_types(param.dtype, torch.float32)
+                home = torch.empty_like(param, dtype=wide)
+            self.total = home
         self._begun = not self.fresh
         self._version = 0
 
     def add_product(self, dz: Tensor, hidden: Tensor, scale: float) -> None:
         """Add ``scale * dz.T @ hidden``."""
+        if hidden.dtype != self.total.dtype:
+            self._add(dz.t() @ hidden, scale)
+            return
         self.total.addmm_(dz.t(), hidden, beta=int(self._begun), alpha=scale)
         self._begun = True
 
     def add_rows(self, dz: Tensor, scale: float) -> None:
         """Add ``scale`` times the sum of the rows."""
+        self._add(dz.sum(0), scale)
+
+    def _add(self, part: Tensor, scale: float) -> None:
         if not self._begun:
             self.total.zero_()
             self._begun = True
-        self.total.add_(dz.sum(0), alpha=scale)
+        self.total.add_(part, alpha=scale)
 
     def end(self) -> None:
         """Hand the sum to the parameter."""
         if not self._begun:
             self.total.zero_()
-        self.param.grad = self.total
+        self.param.grad = self.total.to(self.param.dtype)  # itself, but for bf16
         self._version = self.total._version
 
     def rescale(self, scale: float) -> bool:
@@ -172,7 +181,7 @@ class _Pass:
     task
         What to compute.
     hidden
-        Hidden states, float32, (..., width).
+        Hidden states, float32 or bfloat16 as the head is, (..., width).
     weight, bias
         Of the head: (vocabulary, width) and (vocabulary,) or None.
     """

@@ -343,6 +343,7 @@ def _tolerance(call: BlockCall) -> float:
     influence each other move it by a part of its size.
     """
     formats = [torch.float32, *(dtype for _, on, dtype in call._autocast.kinds if on)]
+    formats += [site.param.dtype for site in call.block.sites]
     return math.sqrt(max(torch.finfo(x).eps for x in formats))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,16 @@ import transformers
 import megatrain_nb as mt
 from megatrain_nb.codec.split import Split, split
 from megatrain_nb.optim import adamw
-from megatrain_nb.runtime import executor, kept, offload, pager, source, update
+from megatrain_nb.plan.logits import Chunking
+from megatrain_nb.runtime import (
+    executor,
+    kept,
+    logits,
+    offload,
+    pager,
+    source,
+    update,
+)
 from megatrain_nb.runtime.device import SlotDevice
 from megatrain_nb.runtime.source import PieceSource
 from megatrain_nb.runtime.tensor import source_of, stream_parameter
@@ -704,3 +714,24 @@ def test_the_trainer_takes_the_dtype(
         for window in windows:
             mt.train_step(model, optimizer, window)
         assert differing(ours, masters(model)) == []
+
+
+@pytest.mark.parametrize("path", ["window", "loop"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_logits_in_chunks(
+    name: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of three tokens: the head's gradient adds up in fp32, everything else is rounded as often."""
+    case = HalfCase(name, accumulation=3, path=path)
+    cut = mock.Mock(return_value=Chunking(3, 10**9))
+    monkeypatch.setattr(logits, "cut_logits", cut)
+    with opened(tmp_path, "disk", tile_numel=2048) as session:
+        ours = streamed(case, session, 2)
+        assert "in chunks of 3 tokens" in str(session.status())
+    assert cut.called
+    theirs = Reference(case).run(1)
+    assert torch.allclose(ours.losses[0], theirs.losses[0], rtol=2**-8)
+    for key, gradient in theirs.grads[0].items():
+        largest = float(gradient.abs().max())
+        difference = float((ours.grads[0][key] - gradient).abs().max())
+        assert difference <= 2**-5 * largest, (key, difference / largest)

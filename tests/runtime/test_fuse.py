@@ -105,6 +105,25 @@ def test_gradients_are_those_of_one_by_one(
     assert len(layers) >= 2, (layers, session.notes)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_in_bf16(tmp_path: Path, name: str, fused: list[tuple[str, int]]) -> None:
+    """A group's gradient is rounded to bf16 once; one by one they are rounded each, then added."""
+    window = [make_batch(name, index) for index in range(3)]
+    traces = []
+    for fuse in (False, True):
+        with opened_place(tmp_path / str(fuse), "disk", tile_numel=2048):
+            model, optimizer = wrapped(
+                make_model(name), lr=0.0, fuse_micro_batches=fuse, dtype=torch.bfloat16
+            )
+            step = partial(mt.train_step, model, optimizer, window)
+            traces.append(gradients(model, optimizer, step))
+    for key, expected in traces[0].items():
+        assert traces[1][key].dtype == torch.float32
+        worst = float((traces[1][key] - expected).abs().max())
+        assert worst <= 2**-5 * max(float(expected.abs().max()), 1e-3), key
+    assert len({block for block, count in fused if count == 3}) >= 2
+
+
 def tiny(
     directory: Path, make: Callable[[], Any], **kwargs: Any
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], tuple[str, ...]]:
