@@ -86,11 +86,13 @@ def make_schedule(
 
     Examples
     --------
-    >>> from megatrain_nb.plan.model import BlockSpec, ModelSpec
+    >>> from megatrain_nb.plan.model import BlockSpec, ModelSpec, PackSpec
     >>> blocks = tuple(BlockSpec(index=i, name=str(i), packs=(i,)) for i in range(3))
-    >>> to_text(
-    ...     make_schedule(ModelSpec(blocks=blocks, packs=()), [0, 1, 2], Kind.FORWARD)
+    >>> packs = tuple(
+    ...     PackSpec(index=i, name=str(i), params=(), numel=2048) for i in range(3)
     ... )
+    >>> spec = ModelSpec(blocks=blocks, packs=packs)
+    >>> to_text(make_schedule(spec, [0, 1, 2], Kind.FORWARD))
     '0:READ 1:READ 0:FORWARD 0:FREE 2:READ 1:FORWARD 1:FREE 2:FORWARD 2:FREE'
     """
     actions: list[Action] = []
