@@ -104,11 +104,12 @@ class Bound:
         self._executor.inside = self._block
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._executor.inside = None
         for site in self._block.sites:
             site.module._parameters[site.name] = site.param
-        self._executor.between_calls()
+        if kind is None:
+            self._executor.between_calls()
 
 
 class Executor:
