@@ -202,6 +202,13 @@ class OffloadedModel:
         """Whether nobody holds the model any more."""
         return self._model() is None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        msg = (
+            f"{self.name}: pickling (torch.save) a model in a session would bring all of it into RAM; save with "
+            "mt.save_pretrained(model, dir), or get an ordinary model back with mt.unwrap(model)"
+        )
+        raise ModelError(msg)
+
     # -- moving in and out ------------------------------------------------------------------------------
 
     def source(self, param: nn.Parameter, what: What = What.WEIGHTS) -> PieceSource:

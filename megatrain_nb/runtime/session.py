@@ -185,6 +185,9 @@ class Session:
         """Make room before a model moves in: let go of those that nobody holds any more."""
         if self._models:
             gc.collect()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for model in [model for model in self._models if model.deleted]:
             model.close("the model was deleted")
 
@@ -226,7 +229,8 @@ class Session:
         self.pool.limit_bytes = limit
 
     def give_turn(self, model: OffloadedModel) -> None:
-        """Let one model run; what the others have read ahead makes room for it."""
+        """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
+        self._let_go()
         if self._at_work is not model:
             for other in self._models:
                 if other is not model:
