@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_nb as mt
+from megatrain_nb.optim import adamw
 from megatrain_nb.runtime.offload import OffloadedModel
 from megatrain_nb.runtime.optimizer import AdamW
 from megatrain_nb.runtime.pager import Pager, What
-from megatrain_nb.store import host
+from megatrain_nb.store import host, tilefile
 from tests.runtime.common import (
     TinyLM,
     batch,
@@ -459,3 +461,108 @@ def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseE
 def record_steps(model: Any) -> int:
     steps: int = model._megatrain.num_steps
     return steps
+
+
+@pytest.mark.parametrize("for_ever", [False, True])
+def test_a_disk_that_is_full_when_the_file_grows(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, for_ever: bool
+) -> None:
+    monkeypatch.setattr(tilefile, "_GROW_MIN_BYTES", 4096)
+    expected, fired = states(6), 0
+    for n in range(0, 12, 3):
+        with opened(tmp_path):
+            model, optimizer = wrapped(seeded(TinyLM))
+            disk.arm("posix_fallocate", n, errno.ENOSPC, for_ever=for_ever)
+            start = time.perf_counter()
+            try:
+                for step in range(2):
+                    mixed_step(model, optimizer, step)
+                optimizer.finish()
+            except mt.StoreError as error:
+                assert "cannot grow" in str(error) or "must not be used" in str(error)  # noqa: PT017
+            assert time.perf_counter() - start < 10
+            fired += disk.fired
+            disk.disarm()
+            check_after_fault(model, optimizer, expected)
+        assert list(tmp_path.iterdir()) == []
+    assert fired
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+def test_a_worker_that_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    """Something that is no fault of the disk: an error in our own code, or no memory for a bounce page."""
+    original, fails_at, seen = getattr(tilefile.TileFile, operation), -1, 0
+
+    def fails(*args: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen - 1 == fails_at:
+            raise MemoryError
+        original(*args)
+
+    monkeypatch.setattr(tilefile.TileFile, operation, fails)
+    expected, raised = states(6), 0
+    for n in range(0, 60, 7):
+        fails_at = -1
+        with opened(tmp_path):
+            model, optimizer = wrapped(seeded(TinyLM))
+            for step in range(2):
+                mixed_step(model, optimizer, step)
+            seen, fails_at = 0, n
+            start = time.perf_counter()
+            try:
+                for step in range(2, 4):
+                    mixed_step(model, optimizer, step)
+                optimizer.finish()
+            except (MemoryError, mt.StoreError):
+                raised += 1
+            assert time.perf_counter() - start < 10
+            fails_at = -1
+            check_after_fault(model, optimizer, expected)
+    assert raised > 5
+
+
+@pytest.mark.parametrize("n", range(0, 12, 2))
+def test_an_update_that_fails_ends_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    seen = 0
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        nonlocal seen
+        seen += 1
+        if seen > n:
+            raise ZeroDivisionError
+        adamw.update(*args, **kwargs)
+
+    monkeypatch.setattr("megatrain_nb.runtime.update.update", fails)
+    with opened(tmp_path):
+        model, optimizer = wrapped(seeded(TinyLM))
+        with pytest.raises(ZeroDivisionError):
+            for step in range(4):
+                mixed_step(model, optimizer, step)
+        for use in (
+            lambda: model(batch(0)),
+            optimizer.step,
+            lambda: mt.unwrap(model),
+            lambda: model.head.weight.sum(),
+        ):
+            with pytest.raises(mt.StoreError, match="half-way.*must not be used"):
+                use()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_removed(tmp_path: Path) -> None:
+    """The file lives on while it is open; closing says nothing of what is gone."""
+    expected = states(4)
+    with opened(tmp_path / "store") as session:
+        model, optimizer = wrapped(seeded(TinyLM))
+        mixed_step(model, optimizer, 0)
+        shutil.rmtree(tmp_path / "store")
+        for step in range(1, 4):
+            mixed_step(model, optimizer, step)
+        assert differing(expected[4], snapshot(model, optimizer)) == []
+        session.close()
+    assert list(tmp_path.iterdir()) == []

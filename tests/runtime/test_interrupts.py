@@ -228,3 +228,22 @@ def test_a_step_with_nan_is_skipped(tmp_path: Path) -> None:
             assert left_over(model) == []
         window_step(model, optimizer, 1)
         assert differing(expected[2], snapshot(model, optimizer)) == []
+
+
+def test_closing_is_not_interrupted(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    interrupted = 0
+    for _ in range(25):
+        with opened(tmp_path) as session:
+            model, optimizer = wrapped(seeded(TinyLM))
+            window_step(model, optimizer, 0)
+            try:
+                with Signals(draw.random() * 0.006, lambda: os.kill(os.getpid(), signal.SIGINT)):
+                    session.close()
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert list(tmp_path.iterdir()) == []
+            assert session.pool.mapped_bytes == 0
+            assert not [x for x in threading.enumerate() if x.name.startswith("megatrain-io")]
+            del model, optimizer
+    assert interrupted
