@@ -17,6 +17,7 @@ from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.device import open_device
+from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -138,12 +139,12 @@ class Session:
         model out with ``mt.unwrap``.
         """
         global _current  # noqa: PLW0603
-        if self._closed:
-            return
-        self._closed = True
-        if _current is self:
-            _current = None
-        with ExitStack() as closing:
+        with interrupts_wait(self.stop_event, breakable=False), ExitStack() as closing:
+            if self._closed:
+                return
+            self._closed = True
+            if _current is self:
+                _current = None
             closing.callback(heap.trim)
             closing.callback(self._lock.release)
             closing.callback(self.device.close)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 import pickle
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,7 +34,6 @@ from tests.runtime.test_faults import left_over, states
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 
 def due(model: Any) -> list[int]:
@@ -43,7 +42,8 @@ def due(model: Any) -> list[int]:
 
 def inventory(directory: Path) -> tuple[int, int, list[str]]:
     """Threads, file descriptors, files."""
-    return threading.active_count(), len(os.listdir("/proc/self/fd")), sorted(os.listdir(directory))  # noqa: PTH208
+    files = sorted(path.name for path in directory.iterdir())
+    return threading.active_count(), len(list(Path("/proc/self/fd").iterdir())), files
 
 
 @pytest.mark.parametrize("times", [6, pytest.param(20, marks=pytest.mark.slow)])
@@ -64,7 +64,9 @@ def test_a_cell_that_runs_again(tmp_path: Path, times: int, keeps: bool) -> None
             kept.append((model, optimizer))
         gc.collect()
         heap.trim()
-        found.append((*inventory(tmp_path), rss.resident_bytes(), session.store.used_bytes))
+        found.append(
+            (*inventory(tmp_path), rss.resident_bytes(), session.store.used_bytes)
+        )
     assert session is not None
     session.close()
     assert list(tmp_path.iterdir()) == []
@@ -108,7 +110,12 @@ def test_two_models_one_after_the_other(tmp_path: Path) -> None:
         assert differing(expected[4], snapshot(first, of_first)) == []
         assert differing(expected[1], snapshot(second, of_second)) == []
         first = mt.unwrap(first)
-        assert differing({k: v for k, v in expected[4].items() if ":" not in k}, snapshot(first)) == []
+        assert (
+            differing(
+                {k: v for k, v in expected[4].items() if ":" not in k}, snapshot(first)
+            )
+            == []
+        )
         window_step(second, of_second, 1)
         assert differing(expected[2], snapshot(second, of_second)) == []
         assert len(session._models) == 1
@@ -142,7 +149,9 @@ def test_a_state_dict_pays_first(tmp_path: Path) -> None:
         for step in range(2):
             window_step(model, optimizer, step)
         found = {key: value.clone() for key, value in model.state_dict().items()}
-        assert differing({k: v for k, v in expected.items() if ":" not in k}, found) == []
+        assert (
+            differing({k: v for k, v in expected.items() if ":" not in k}, found) == []
+        )
         state = optimizer.state_dict()["state"]
         names = [name for name, _ in model.named_parameters()]
         for index, name in enumerate(names):
@@ -154,7 +163,9 @@ class Tokens(Dataset[torch.Tensor]):
         return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randint(0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(index))
+        return torch.randint(
+            0, VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(index)
+        )
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -183,9 +194,13 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", ["model", "block", "optimizer", "parameter", "gradient", "state_dict"])
+@pytest.mark.parametrize(
+    "what", ["model", "block", "optimizer", "parameter", "gradient", "state_dict"]
+)
 @pytest.mark.parametrize("how", COPIES)
-def test_copies_are_refused_clearly_or_true(tmp_path: Path, what: str, how: str) -> None:
+def test_copies_are_refused_clearly_or_true(
+    tmp_path: Path, what: str, how: str
+) -> None:
     expected = states(2)
     with opened(tmp_path):
         model, optimizer = wrapped(seeded(TinyLM))

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 class Odd(nn.Module):
     """An embedding, layers and a head of any proportions."""
 
+    # Cross-entropy goes in chunks where there is little room, and then rounds otherwise.
+    cross_entropy = False
+
     def __init__(
         self,
         vocabulary: int,
@@ -46,8 +49,13 @@ class Odd(nn.Module):
         x = self.embed(ids)
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
-        logits = self.head(x)  # no cross-entropy: that would go in chunks where there is little room
-        return logits.logsumexp(-1).mean() - logits[..., 0].mean()
+        logits = self.head(x)
+        if self.cross_entropy:
+            return functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+            )
+        loss: Tensor = logits.logsumexp(-1).mean() - logits[..., 0].mean()
+        return loss
 
 
 class Alone(nn.Module):
@@ -58,8 +66,11 @@ class Alone(nn.Module):
         self.only = nn.Linear(width, width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = functional.one_hot(ids % self.only.in_features, self.only.in_features).float()
-        return self.only(x).square().mean()
+        x = functional.one_hot(
+            ids % self.only.in_features, self.only.in_features
+        ).float()
+        loss: Tensor = self.only(x).square().mean()
+        return loss
 
 
 SHAPES: dict[str, Callable[[int], nn.Module]] = {
@@ -74,7 +85,9 @@ SHAPES: dict[str, Callable[[int], nn.Module]] = {
 
 
 def ids_of(step: int, rows: int = 1) -> Tensor:
-    return torch.randint(0, 64, (rows, 8), generator=torch.Generator().manual_seed(step))
+    return torch.randint(
+        0, 64, (rows, 8), generator=torch.Generator().manual_seed(step)
+    )
 
 
 def train(model: Any, optimizer: Any, step: int) -> None:
@@ -122,6 +135,7 @@ small = SHAPES[sys.argv[3]](1)
 functional.cross_entropy(torch.zeros(2, 4, requires_grad=True), torch.zeros(2, dtype=torch.long)).backward()
 shape, n, budget = sys.argv[3], int(sys.argv[4]), float(sys.argv[2])
 base = rss.resident_bytes()
+Odd.cross_entropy = True
 model = SHAPES[shape](n)
 total = sum(p.numel() * 4 for p in model.parameters())
 session = mt.init(sys.argv[1], max_ram_gb=budget)
@@ -149,14 +163,22 @@ print(json.dumps({"total": total, "peaks": peaks, "pool": session.pool.peak_byte
         ("many_tiny", 80, 0.15),
         ("one_layer", 48, 0.24),
         ("alone", 40, 0.3),
-        ("frozen", 32, 0.16),
+        ("frozen", 32, 0.24),
     ],
 )
 def test_the_kernel_counts_no_more_than_the_budget(
     tmp_path: Path, shape: str, size: int, budget_gb: float
 ) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROCESS, str(tmp_path), str(budget_gb), shape, str(size)],
+        [
+            sys.executable,
+            "-c",
+            PROCESS,
+            str(tmp_path),
+            str(budget_gb),
+            shape,
+            str(size),
+        ],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -165,5 +187,5 @@ def test_the_kernel_counts_no_more_than_the_budget(
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    print(shape, {key: value for key, value in report.items()}, done.stderr)
+    print(shape, report, done.stderr)
     assert max(report["peaks"]) <= budget_gb * 1e9 * 1.05, (report, done.stderr)

@@ -43,7 +43,9 @@ class Script:
     Actions on two models alternate. Where a session is given, its plan changes in between.
     """
 
-    def __init__(self, pairs: list[tuple[Any, Any]], session: mt.Session | None, seed: int) -> None:
+    def __init__(
+        self, pairs: list[tuple[Any, Any]], session: mt.Session | None, seed: int
+    ) -> None:
         self.pairs, self.session = pairs, session
         self.draw = random.Random(seed)
         self.seen: list[Tensor] = []
@@ -57,7 +59,9 @@ class Script:
         for step in range(steps):
             model, optimizer = self.pairs[self.draw.randrange(len(self.pairs))]
             action = self.draw.choice(actions)
-            self.said.append(f"{step} {action.__name__} {self.pairs.index((model, optimizer))}")
+            self.said.append(
+                f"{step} {action.__name__} {self.pairs.index((model, optimizer))}"
+            )
             action(model, optimizer, step)
 
     def window(self, model: Any, optimizer: Any, step: int) -> None:
@@ -140,7 +144,10 @@ class Script:
         resident = self.draw.choice([None, 0, 10_000, 40_000])
         kept = self.draw.choice([None, 0, 20_000])
         if self.session is not None:
-            self.session.max_resident_bytes, self.session.max_kept_bytes = resident, kept
+            self.session.max_resident_bytes, self.session.max_kept_bytes = (
+                resident,
+                kept,
+            )
             self.session.plan()
 
     def rest(self, model: Any, optimizer: Any, _: int) -> None:
@@ -163,7 +170,9 @@ class Script:
 
 def plain_script(steps: int, seed: int) -> Script:
     models = [seeded(lambda: TinyLM(num_layers=2), index) for index in range(2)]
-    pairs = [(model, torch.optim.AdamW(model.parameters(), fused=True)) for model in models]
+    pairs = [
+        (model, torch.optim.AdamW(model.parameters(), fused=True)) for model in models
+    ]
     script = Script(pairs, None, seed)
     script.run(steps)
     return script
@@ -190,15 +199,21 @@ def delays(patch: pytest.MonkeyPatch, share: float) -> Iterator[None]:
         inner.setattr("megatrain_nb.runtime.update.update", delayed(adamw.update))
         # What the model's own tensors take changes at any moment, and the plan with it.
         for name in ("other_bytes", "other_peak_bytes"):
-            inner.setattr(Session, name, lambda _: chance.choice([0, 10_000, 20_000, 60_000]))
+            inner.setattr(
+                Session, name, lambda _: chance.choice([0, 10_000, 20_000, 60_000])
+            )
         yield
 
 
-def streamed_script(path: Path, steps: int, seed: int, *, slots: bool, room: str) -> tuple[Script, dict[str, Tensor]]:
+def streamed_script(
+    path: Path, steps: int, seed: int, *, slots: bool, room: str
+) -> tuple[Script, dict[str, Tensor]]:
     with opened(path, max_ram_gb=room) as session:
         if slots:
             session.device = SlotDevice(torch.device("cpu"))
-        pairs = [wrapped(seeded(lambda: TinyLM(num_layers=2), index)) for index in range(2)]
+        pairs = [
+            wrapped(seeded(lambda: TinyLM(num_layers=2), index)) for index in range(2)
+        ]
         script = Script(pairs, session, seed)
         script.run(steps)
         state = script.state()
@@ -206,7 +221,9 @@ def streamed_script(path: Path, steps: int, seed: int, *, slots: bool, room: str
             optimizer.zero_grad()
             model._megatrain.executor.rest()
             model._megatrain.pager.barrier()
-            assert [str(x) for x in model._megatrain.pager._pieces.values() if x.users] == []
+            assert [
+                str(x) for x in model._megatrain.pager._pieces.values() if x.users
+            ] == []
     return script, state
 
 
