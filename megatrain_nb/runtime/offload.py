@@ -204,7 +204,7 @@ class OffloadedModel:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         msg = (
-            f"{self.name}: pickling (torch.save) a model in a session would bring all of it into RAM; save with "
+            f"{self.name}: pickling (torch.save) a model in a session would bring its weights into RAM; save with "
             "mt.save_pretrained(model, dir), or get an ordinary model back with mt.unwrap(model)"
         )
         raise ModelError(msg)

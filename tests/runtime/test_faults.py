@@ -606,7 +606,7 @@ def test_an_update_that_fails_ends_the_model(
             partial(model, batch(0)),
             optimizer.step,
             partial(mt.unwrap, model),
-            lambda: model.head.weight.sum(),
+            model.head.weight.sum,
         ):
             with pytest.raises(mt.StoreError, match=r"half-way.*must not be used"):
                 use()
