@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -262,12 +262,15 @@ class Executor:
         if early and kind is Kind.BACKWARD and self.window is not None:
             for pack in self._first_packs():  # a step follows, and the next forward
                 self.updates.read_ahead(pack)
-        grads = {
-            # A parameter without a norm has no gradient: nobody looks at the bytes there.
-            pack: self.pager.need(pack, What.GRADS, blank=not has_gradient)
-            for pack, has_gradient in self._trained_packs(block).items()
-            if with_grads
-        }
+        grads = {}
+        with ExitStack() as undo:
+            for pack, has_gradient in self._trained_packs(block).items():
+                if with_grads:
+                    # A parameter without a norm has no gradient: nobody looks at the bytes there.
+                    blank = not has_gradient
+                    grads[pack] = self.pager.need(pack, What.GRADS, blank=blank)
+                    undo.callback(self.pager.drop, pack, What.GRADS)
+            undo.pop_all()
         start, before = time.perf_counter(), self.not_computing()
         bound = Bound(
             self, block, {pack: self._loaded[pack] for pack in block.spec.packs}
@@ -427,7 +430,7 @@ class Executor:
         self.updates.rest()
         self._settle_unneeded(())
 
-    def _turn_over(self) -> None:
+    def turn_over(self) -> None:
         """After a step's backward: what the next forward begins with stays or is read, the rest goes."""
         order = self._expected()
         keep = self._first_packs()
@@ -447,7 +450,6 @@ class Executor:
         order = self._packs_of(self._expected())
         self.updates.begin(segments, grad_scale=grad_scale, order=order)
         self.version += 1
-        self._turn_over()
 
     def _expected(self) -> list[int]:
         """Return the blocks of the next forward, in order."""
@@ -594,7 +596,6 @@ class Executor:
     def drop_gradients(self) -> None:
         """Forget all pending gradients."""
         self.norms.clear()
-        self.pager.lost = ""
         for pack in self.layers.spec.packs:
             self.updates.forget_gradient(pack.index)
         for param in self.layers.resident.values():

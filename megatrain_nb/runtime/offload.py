@@ -151,6 +151,13 @@ class OffloadedModel:
         """Whether nobody holds the model any more."""
         return self._model() is None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        msg = (
+            f"{self.name}: pickling (torch.save) a model in a session would bring its weights into RAM; save with "
+            "mt.save_pretrained(model, dir), or get an ordinary model back with mt.unwrap(model)"
+        )
+        raise ModelError(msg)
+
     # -- moving in and out ------------------------------------------------------------------------------
 
     def source(self, param: nn.Parameter, what: What = What.WEIGHTS) -> PieceSource:
@@ -300,6 +307,8 @@ class OffloadedModel:
             tile_numel=tile_numel,
         )
         self._check_disk(residency)
+        # Tiles read ahead of a piece that is to stay would be newer than the whole that is read for it.
+        self.updates.rest()
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
@@ -385,8 +394,8 @@ class OffloadedModel:
         """
         with suppress(StoreError):
             self.pager.settle_writes(What.GRADS)
-        if self.pager.lost:
-            raise StoreError(self.pager.lost)
+        for lost in self.pager.lost.values():
+            raise StoreError(lost)
 
     def reset_optimizer(self) -> None:
         """Forget moments and step counts: a new optimizer starts from zero."""
@@ -461,7 +470,8 @@ class OffloadedModel:
         self.learn()
 
     def _before_forward(self, *_: Any) -> None:
-        self.session.give_turn(self)
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.session.give_turn(self)
         self.executor.begin_forward()
         if torch.is_grad_enabled():
             self.begin_step()

@@ -150,6 +150,8 @@ class AdamW(torch.optim.Optimizer):
                 begin_update(offloaded, configs, grad_scale=scale)
             self._note_state()
             offloaded.num_steps += 1
+            if not skipped:
+                offloaded.executor.turn_over()
             counted = offloaded.executor.not_computing() - before
             offloaded.step_seconds += time.perf_counter() - begin - counted
             offloaded.finish_step(float(self.last_grad_norm))
@@ -185,11 +187,16 @@ class AdamW(torch.optim.Optimizer):
         streamed = self.offloaded.layers.homes
         params = [param for group in self.param_groups for param in group["params"]]
         ordinary = [p for p in params if p not in streamed and p.grad is not None]
-        executor.drop_gradients()
-        for param in ordinary:
-            param.grad = None if set_to_none else torch.zeros_like(param)
-        if not set_to_none:
-            executor.norms.update(pending)
+        with interrupts_wait(executor.stop, breakable=False):
+            if (
+                not set_to_none
+            ):  # the update still needs the gradient that is to read as zeros
+                self.offloaded.updates.finish_all()
+            executor.drop_gradients()
+            for param in ordinary:
+                param.grad = None if set_to_none else torch.zeros_like(param)
+            if not set_to_none:
+                executor.norms.update(pending)
 
     def clip_next(self, max_norm: float) -> Tensor:
         """Clip in the next step, and return the total norm of the pending gradients."""
@@ -338,6 +345,8 @@ def begin_update(
 
     Streamed parameters are updated when the next forward needs them, ordinary ones at once, in place.
     """
+    # What is due of the step before may need the disk; if that fails, nothing of this one has begun.
+    offloaded.updates.finish_all()
     segments: dict[int, list[Segment]] = {}
     for param, config in configs.items():
         home = offloaded.layers.homes.get(param)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain_nb.errors import StoreError
 from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.store.base import wait
@@ -155,9 +156,11 @@ class Pager:
     broken
         Why the store no longer holds the last weights or moments; empty while it does.
     lost
-        The same for pending gradients.
+        The same for pending gradients, by pack.
     give_way
         Gives back some memory that was read ahead; False if there is none.
+    is_due
+        Whether a pack's update is due: then its gradient can no longer be dropped.
     wait_seconds
         Time that the training thread has waited for the disk so far.
     """
@@ -178,7 +181,7 @@ class Pager:
         self.tile_numel = tile_numel
         self.wait_seconds = 0.0
         self.broken = ""
-        self.lost = ""
+        self.lost: dict[int, str] = {}
         self._prefix = prefix
         self._on_span = on_span
         self._pieces = {
@@ -189,6 +192,7 @@ class Pager:
         self._writing: dict[str, Future[None]] = {}
         self._held: list[Piece] = []
         self.give_way: Callable[[], bool] = lambda: False
+        self.is_due: Callable[[int], bool] = lambda _: False
 
     def piece(self, pack: int, what: What) -> Piece:
         """Return the record of one piece."""
@@ -296,9 +300,13 @@ class Pager:
         if piece in self._held:
             self._held.remove(piece)
             piece.users -= 1
-        self._wait_writes(piece)
+        for key, _, _ in self._tiles(piece):
+            with suppress(StoreError):  # nobody wants any more what did not arrive
+                self._wait_writes(piece, key)
         self._forget_slab(piece)
         piece.dirty = False
+        if what is What.GRADS:
+            self.lost.pop(pack, None)
         for key, _, _ in self._tiles(piece):
             if key in self.store:
                 self.store.delete(key)
@@ -429,8 +437,11 @@ class Pager:
     def _check_written(self, piece: Piece, write: Future[None]) -> None:
         """Note a write that failed: the store then holds an older version of what was in RAM."""
         error = None if write.cancelled() else write.exception()
-        if error is not None and piece.what is What.GRADS:
-            self.lost = f"the {piece} could not be written ({error}); drop the gradients with optimizer.zero_grad()"
+        pack = piece.pack.index
+        if error is not None and piece.what is What.GRADS and not self.is_due(pack):
+            self.lost[pack] = (
+                f"the {piece} could not be written ({error}); drop the gradients with optimizer.zero_grad()"
+            )
         elif error is not None and not self.broken:
             self.broken = (
                 f"the {piece} could not be written ({error}), so the model must not be used any more; "

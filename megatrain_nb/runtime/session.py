@@ -18,6 +18,7 @@ from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.device import open_device
+from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -139,12 +140,12 @@ class Session:
         model out with ``mt.unwrap``.
         """
         global _current  # noqa: PLW0603
-        if self._closed:
-            return
-        self._closed = True
-        if _current is self:
-            _current = None
-        with ExitStack() as closing:
+        with interrupts_wait(self.stop_event, breakable=False), ExitStack() as closing:
+            if self._closed:
+                return
+            self._closed = True
+            if _current is self:
+                _current = None
             closing.callback(heap.trim)
             closing.callback(self._lock.release)
             closing.callback(self.device.close)
@@ -186,6 +187,9 @@ class Session:
         """Make room before a model moves in: let go of those that nobody holds any more."""
         if self._models:
             gc.collect()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for model in [model for model in self._models if model.deleted]:
             model.close("the model was deleted")
 
@@ -227,7 +231,8 @@ class Session:
         self.pool.limit_bytes = limit
 
     def give_turn(self, model: OffloadedModel) -> None:
-        """Let one model run; what the others have read ahead makes room for it."""
+        """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
+        self._let_go()
         if self._at_work is not model:
             for other in self._models:
                 if other is not model:

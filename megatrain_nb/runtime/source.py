@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megatrain_nb.codec.split import Split, join, split
 from megatrain_nb.runtime.device import tensor_over
 from megatrain_nb.runtime.executor import part_of
+from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import What, master_of
 from megatrain_nb.runtime.tensor import Source, StreamedTensor, streamed_tensor
 
@@ -46,9 +47,18 @@ class PieceSource:
 
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
-        """Give a plain tensor over the values for a moment."""
+        """Give a plain tensor over the values for a moment; it is not interrupted half-way."""
+        executor = self._offloaded.executor
+        executor.check_usable()
+        with (
+            interrupts_wait(executor.stop, breakable=False),
+            self._opened(write=write) as values,
+        ):
+            yield values
+
+    @contextmanager
+    def _opened(self, *, write: bool) -> Iterator[Tensor]:
         offloaded, pack = self._offloaded, self._home.pack
-        offloaded.executor.check_usable()
         if write or self._what is not What.GRADS:
             offloaded.finish_update(pack.index)
         changes = write and self._what is What.WEIGHTS
@@ -111,8 +121,17 @@ class MasterSource:
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
         """Give a float32 tensor with the values; with ``write`` they are split again afterwards."""
+        executor = self._offloaded.executor
+        executor.check_usable()
+        with (
+            interrupts_wait(executor.stop, breakable=False),
+            self._opened(write=write) as values,
+        ):
+            yield values
+
+    @contextmanager
+    def _opened(self, *, write: bool) -> Iterator[Tensor]:
         offloaded, pack = self._offloaded, self._home.pack
-        offloaded.executor.check_usable()
         offloaded.finish_update(pack.index)
         if write:
             offloaded.executor.weights_change()

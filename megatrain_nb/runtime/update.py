@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,7 @@ class Updates:
         self._unwanted: set[int] = set()
         self._current: _Tile | None = None
         pager.give_way = self._give_way
+        pager.is_due = self.__contains__
 
     def __contains__(self, pack: int) -> bool:
         return pack in self._due
@@ -104,6 +106,8 @@ class Updates:
                 tile.segments = _clip(segments.get(pack, ()), tile.start, tile.stop)
                 if tile.segments:
                     due.append(tile)
+                else:
+                    self._give_tile_back(tile)
             if due:
                 self._due[pack] = due
         for pack in self._ahead.keys() - self._due.keys():
@@ -215,8 +219,11 @@ class Updates:
             raise
         streamed = self._streamed(tile)
         whole = [what for what in streamed if what not in tile.slabs]
-        for what in whole:
-            pager.need(tile.pack, what)
+        with ExitStack() as undo:
+            for what in whole:
+                pager.need(tile.pack, what)
+                undo.callback(pager.drop, tile.pack, what)
+            undo.pop_all()
         arrays = {what: self._array(tile, what) for what in (What.WEIGHTS, *streamed)}
         weights = arrays[What.WEIGHTS]
         start = time.perf_counter()

@@ -223,9 +223,10 @@ def run_window(
                 fusing=offloaded.fusing,
             ).run()
     except BaseException:
-        executor.abort()
-        executor.drop_gradients()
-        offloaded.forget_step()
+        with interrupts_wait(executor.stop, breakable=False):
+            offloaded.forget_step()
+            executor.abort()
+            executor.drop_gradients()
         raise
     offloaded.note_loss(sum(losses[1:], start=losses[0]), tokens)
     return losses
