@@ -248,6 +248,10 @@ class Pager:
                 self._wait_all(piece.loading, f"reading the {piece}")
             except BaseException:
                 self._forget_slab(piece)
+                # What else is on its way may fail as well, and would be told when it is no longer true.
+                for other in self._pieces.values():
+                    if other.loading and not other.users:
+                        self._forget_slab(other)
                 raise
             piece.loading = []
         piece.users += 1

@@ -215,6 +215,7 @@ class Updates:
             for reading in tile.reading.values():
                 pager.wait_for(reading, f"reading tiles of {pack.name}")
         except BaseException:
+            self.rest()
             self._give_tile_back(tile)
             raise
         streamed = self._streamed(tile)
