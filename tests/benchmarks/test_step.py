@@ -20,6 +20,7 @@ WARM_UP = 3  # our own plan learns for two steps what the model allocates
 STEPS = 5
 CAUSES = ("compute", "wait", "update", "other")
 MIN_SHARE = 0.85
+ONE_BINDS = 0.6  # the other resource needs at most this share of the time
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,9 @@ def test_step_time(name: str, tmp_path: Path, request: pytest.FixtureRequest) ->
     )
     assert all(a["loss"] == pytest.approx(b["loss"], abs=1e-4) for a, b in pairs)
     assert ratio <= case.bound
-    assert share >= MIN_SHARE
+    least = sorted(mine[-1]["least_seconds"].values())
+    if len(least) == 1 or least[0] <= ONE_BINDS * least[-1]:
+        assert share >= MIN_SHARE
 
 
 # Plain PyTorch in pure bf16, without a master, takes 0.46 to 0.51 of plain fp32 on two cores with AVX512-BF16.

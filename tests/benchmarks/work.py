@@ -98,6 +98,7 @@ def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
             "read_bytes": result.read_bytes,
             "written_bytes": result.written_bytes,
             "bound": result.bound,
+            "least_seconds": result.least_seconds,
             "share_of_bound": result.share_of_bound,
         }
 

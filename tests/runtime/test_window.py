@@ -78,10 +78,14 @@ def test_weights_cross_twice_a_step_whatever_the_accumulation(tmp_path: Path) ->
     with opened(tmp_path):
         _, optimizer = mt.wrap(model)
         for count in (1, 4):
-            for step in range(3):  # the second of them makes the moments
-                result = window_step(model, optimizer, step, count=count)
-            moved.append((result.read_bytes, result.written_bytes))
-    assert moved[0] == moved[1]
+            for step in range(2):  # the second of them makes the moments
+                window_step(model, optimizer, step, count=count)
+            results = [
+                window_step(model, optimizer, step, count=count) for step in range(30)
+            ]
+            moved.append(sum(x.read_bytes + x.written_bytes for x in results))
+    # What is read early for the next step may count in either.
+    assert moved[0] == pytest.approx(moved[1], rel=0.02)
 
 
 def test_order_of_micro_batches_and_their_random_streams(tmp_path: Path) -> None:
