@@ -307,8 +307,10 @@ class OffloadedModel:
             tile_numel=tile_numel,
         )
         self._check_disk(residency)
-        # Tiles read ahead of a piece that is to stay would be newer than the whole that is read for it.
-        self.updates.rest()
+        before = self.residency
+        if not (residency.states <= before.states and residency.grads <= before.grads):
+            # Tiles read ahead of a piece that is to stay would be newer than the whole that is read for it.
+            self.updates.rest()
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
