@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -262,15 +262,7 @@ class Executor:
         if early and kind is Kind.BACKWARD and self.window is not None:
             for pack in self._first_packs():  # a step follows, and the next forward
                 self.updates.read_ahead(pack)
-        grads = {}
-        with ExitStack() as undo:
-            for pack, has_gradient in self._trained_packs(block).items():
-                if with_grads:
-                    # A parameter without a norm has no gradient: nobody looks at the bytes there.
-                    blank = not has_gradient
-                    grads[pack] = self.pager.need(pack, What.GRADS, blank=blank)
-                    undo.callback(self.pager.drop, pack, What.GRADS)
-            undo.pop_all()
+        grads = self._need_gradients(block) if with_grads else {}
         start, before = time.perf_counter(), self.not_computing()
         bound = Bound(
             self, block, {pack: self._loaded[pack] for pack in block.spec.packs}
@@ -557,13 +549,15 @@ class Executor:
         bound.landed[param] = landed
         bound.plain[param].register_post_accumulate_grad_hook(landed)
 
-    def _trained_packs(self, block: Block) -> dict[int, bool]:
-        """Return the packs of a block in which a parameter wants a gradient, and whether one has one."""
+    def _need_gradients(self, block: Block) -> dict[int, Any]:
+        """Bring the gradients of the packs to RAM in which a parameter wants one; by pack."""
         homes = self.layers.homes
-        begun = {homes[param].pack.index for param in self.norms}
         params = (site.param for site in block.sites if site.param.requires_grad)
-        packs = (homes[param].pack.index for param in params)
-        return {pack: pack in begun for pack in packs}
+        packs = dict.fromkeys(homes[param].pack.index for param in params)
+        # A parameter without a norm has no gradient: nobody looks at the bytes there.
+        blank = packs.keys() - {homes[param].pack.index for param in self.norms}
+        found = self.pager.need_all(((pack, What.GRADS) for pack in packs), blank=blank)
+        return {pack: values for (pack, _), values in found.items()}
 
     def _take_gradients(self, block: Block, bound: Bound) -> None:
         """Bring gradients to RAM, and note their norms while they are at hand."""
@@ -607,7 +601,6 @@ class Executor:
         self._order.clear()
         self._trace.clear()
         self._loaded.clear()
-        self.updates.rest()
         self.pager.reset()
         self.rest()
 

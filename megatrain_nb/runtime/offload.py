@@ -314,8 +314,8 @@ class OffloadedModel:
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
-        limit_bytes = residency.keep_bytes - self._keep_beside
-        self.executor.keeping.limit_bytes = max(limit_bytes, 0)
+        keepable = residency.keep_bytes - self._keep_beside
+        self.executor.keeping.limit_bytes = max(keepable, 0)
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -396,8 +396,8 @@ class OffloadedModel:
         """
         with suppress(StoreError):
             self.pager.settle_writes(What.GRADS)
-        for lost in self.pager.lost.values():
-            raise StoreError(lost)
+        if self.pager.lost:
+            raise StoreError(next(iter(self.pager.lost.values())))
 
     def reset_optimizer(self) -> None:
         """Forget moments and step counts: a new optimizer starts from zero."""

@@ -188,9 +188,8 @@ class AdamW(torch.optim.Optimizer):
         params = [param for group in self.param_groups for param in group["params"]]
         ordinary = [p for p in params if p not in streamed and p.grad is not None]
         with interrupts_wait(executor.stop, breakable=False):
-            if (
-                not set_to_none
-            ):  # the update still needs the gradient that is to read as zeros
+            if not set_to_none:
+                # The update still needs the gradient that is to read as zeros.
                 self.offloaded.updates.finish_all()
             executor.drop_gradients()
             for param in ordinary:

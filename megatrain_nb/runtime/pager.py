@@ -28,7 +28,7 @@ from megatrain_nb.plan.timeline import Span
 from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import PackSpec
@@ -257,6 +257,21 @@ class Pager:
         piece.users += 1
         return piece.values()
 
+    def need_all(
+        self, wanted: Iterable[tuple[int, What]], *, blank: Container[int] = ()
+    ) -> dict[tuple[int, What], Values]:
+        """Return the values of several pieces, by (pack, what); where one fails, none is in use.
+
+        ``blank`` are the packs of which `fetch` may leave out what was never written.
+        """
+        found = {}
+        with ExitStack() as undo:
+            for pack, what in wanted:
+                found[pack, what] = self.need(pack, what, blank=pack in blank)
+                undo.callback(self.drop, pack, what)
+            undo.pop_all()
+        return found
+
     def drop(
         self, pack: int, what: What, *, dirty: bool = False, keep: bool = False
     ) -> None:
@@ -323,11 +338,7 @@ class Pager:
         pieces = [self._pieces[pack, each] for each in what]
         if not all(piece in self._held for piece in pieces):
             self.close_held()
-            with ExitStack() as undo:
-                for piece in pieces:
-                    self.need(pack, piece.what)
-                    undo.callback(self.drop, pack, piece.what)
-                undo.pop_all()
+            self.need_all((pack, each) for each in what)
             self._held = [*pieces]
         for piece in pieces:
             # Whoever opens another one meanwhile must not take these away.
@@ -474,7 +485,8 @@ class Pager:
         return slab
 
     def _make_room(self) -> bool:
-        for key in self._writing:  # even if it has landed by now: then its room is free
+        if self._writing:  # even if it has landed by now: then its room is free
+            key = next(iter(self._writing))
             self._wait_keys([key], f"writing {key}")
             return True
         if self._held:
@@ -485,9 +497,8 @@ class Pager:
             for piece in self._pieces.values()
             if piece.slab is not None and not (piece.users or piece.resident)
         ]
-        if (
-            unused
-        ):  # one that must be written first: it is needed later than one just read
+        if unused:
+            # First one that must be written: it is needed later than one just read.
             self.settle(min(unused, key=lambda piece: not piece.dirty))
             return True
         return self.give_way()

@@ -24,26 +24,18 @@ from megatrain_nb.runtime.tensor import Source, StreamedTensor, streamed_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from megatrain_nb.runtime.layers import Home
     from megatrain_nb.runtime.offload import OffloadedModel
 
 
-class PieceSource:
-    """One parameter's weights as they compute, or its gradient or a moment."""
+class _PackSource:
+    """Opens something of a usable model's pack; subclasses say what in ``_opened``."""
 
-    def __init__(
-        self, offloaded: OffloadedModel, param: nn.Parameter, home: Home, what: What
-    ) -> None:
-        self.name = (
-            home.spec.name
-            if what is What.WEIGHTS
-            else f"{what.value} of {home.spec.name}"
-        )
+    def __init__(self, offloaded: OffloadedModel, home: Home) -> None:
         self._offloaded = offloaded
-        self._param = param
         self._home = home
-        self._what = what
 
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
@@ -55,6 +47,25 @@ class PieceSource:
             self._opened(write=write) as values,
         ):
             yield values
+
+    def _opened(self, *, write: bool) -> AbstractContextManager[Tensor]:
+        raise NotImplementedError
+
+
+class PieceSource(_PackSource):
+    """One parameter's weights as they compute, or its gradient or a moment."""
+
+    def __init__(
+        self, offloaded: OffloadedModel, param: nn.Parameter, home: Home, what: What
+    ) -> None:
+        self.name = (
+            home.spec.name
+            if what is What.WEIGHTS
+            else f"{what.value} of {home.spec.name}"
+        )
+        super().__init__(offloaded, home)
+        self._param = param
+        self._what = what
 
     @contextmanager
     def _opened(self, *, write: bool) -> Iterator[Tensor]:
@@ -110,24 +121,12 @@ class PieceSource:
             values.copy_(value)
 
 
-class MasterSource:
-    """The fp32 numbers of a split parameter, joined for a moment."""
+class MasterSource(_PackSource):
+    """The fp32 numbers of a split parameter, joined for a moment; what was written is split again."""
 
     def __init__(self, offloaded: OffloadedModel, home: Home) -> None:
+        super().__init__(offloaded, home)
         self.name = home.spec.name
-        self._offloaded = offloaded
-        self._home = home
-
-    @contextmanager
-    def opened(self, *, write: bool) -> Iterator[Tensor]:
-        """Give a float32 tensor with the values; with ``write`` they are split again afterwards."""
-        executor = self._offloaded.executor
-        executor.check_usable()
-        with (
-            interrupts_wait(executor.stop, breakable=False),
-            self._opened(write=write) as values,
-        ):
-            yield values
 
     @contextmanager
     def _opened(self, *, write: bool) -> Iterator[Tensor]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -87,7 +86,7 @@ class Updates:
         grad_scale: float,
         order: Iterable[int],
     ) -> None:
-        """Note one AdamW step as due.
+        """Note one AdamW step as due; the debts of the one before are paid (`finish_all`).
 
         Parameters
         ----------
@@ -98,7 +97,7 @@ class Updates:
         order
             Pack indices, in the order in which the next forward needs them; others follow.
         """
-        self.finish_all()
+        assert not self._due
         self._grad_scale = grad_scale
         for pack in dict.fromkeys([*order, *segments]):
             due: deque[_Tile] = deque()
@@ -220,11 +219,7 @@ class Updates:
             raise
         streamed = self._streamed(tile)
         whole = [what for what in streamed if what not in tile.slabs]
-        with ExitStack() as undo:
-            for what in whole:
-                pager.need(tile.pack, what)
-                undo.callback(pager.drop, tile.pack, what)
-            undo.pop_all()
+        pager.need_all((tile.pack, what) for what in whole)
         arrays = {what: self._array(tile, what) for what in (What.WEIGHTS, *streamed)}
         weights = arrays[What.WEIGHTS]
         start = time.perf_counter()
