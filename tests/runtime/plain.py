@@ -11,19 +11,23 @@ from unittest import mock
 import torch
 
 import megatrain_nb as mt
+from megatrain_nb.runtime import kept
 from megatrain_nb.runtime.call import BlockCall
 from megatrain_nb.runtime.device import SlotDevice
+from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.optimizer import AdamW
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.threadstate import ThreadState
 from megatrain_nb.runtime.window import _streams
+from megatrain_nb.store.host import HostPool
 from tests.runtime.models import make_model, make_window, own_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    import pytest
     from torch import Tensor, nn
 
     from megatrain_nb.runtime.session import Session
@@ -41,6 +45,19 @@ TIED_ULP, TIED_LOSS_ULP = 4, 64
 
 # The worst differences seen by any comparison, in ulp; printed at the end of the run.
 worst: dict[str, float] = {}
+
+
+# What a case may be, and the values that every architecture meets.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "accumulation": (1, 3),
+    "clipping": (False, True),
+    "tied": (False, True),
+    "dropout": (0.0, 0.1),
+    "place": ("ram", "disk", "mixed"),
+    "path": ("window", "loop"),
+    "device": ("host", "slots"),
+    "keep": (False, True),
+}
 
 
 @dataclass(frozen=True)
@@ -437,3 +454,19 @@ def _by_step(values: list[Tensor]) -> dict[str, Tensor]:
 def report() -> list[str]:
     """Describe the worst differences."""
     return [f"{what:<56} {value:.3g}" for what, value in sorted(worst.items())]
+
+
+def weights_are_kept_as_they_are(patch: pytest.MonkeyPatch) -> None:
+    """A tooth for both comparisons: a kept graph holds the weights' memory, which is another's by then."""
+    patch.setattr(kept.Saver, "pack", lambda _, tensor: kept.Saved(tensor.detach()))
+    patch.setattr(kept.Saver, "weights_are_free", lambda _: True)
+    # In a model this small nothing would leave its memory between forward and backward ...
+    patch.setattr(Executor, "_soon", lambda *_: ())
+    # ... and a slab could come back with the same bytes.
+    give = HostPool.give
+
+    def unmap(self: HostPool, slab: Any) -> None:
+        give(self, slab)
+        self.trim()
+
+    patch.setattr(HostPool, "give", unmap)

@@ -18,7 +18,6 @@ from megatrain_nb.optim import adamw
 from megatrain_nb.plan.logits import Chunking
 from megatrain_nb.runtime import (
     executor,
-    kept,
     logits,
     offload,
     pager,
@@ -44,6 +43,7 @@ from tests.runtime.models import (
 )
 from tests.runtime.plain import (
     CPU,
+    FACTORS,
     LR,
     WEIGHT_DECAY,
     Case,
@@ -56,6 +56,7 @@ from tests.runtime.plain import (
     parameters,
     tied_name,
     ulps,
+    weights_are_kept_as_they_are,
     window_trace,
 )
 
@@ -67,17 +68,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.runtime.session import Session
 
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "accumulation": (1, 3),
-    "clipping": (False, True),
-    "tied": (False, True),
-    "dropout": (0.0, 0.1),
-    "place": ("ram", "disk", "mixed"),
-    "path": ("window", "loop"),
-    "device": ("host", "slots"),
-    "keep": (False, True),
-    "given": ("float32", "bfloat16"),
-}
+HALF_FACTORS = FACTORS | {"given": ("float32", "bfloat16")}
 
 
 @dataclass(frozen=True)
@@ -101,7 +92,7 @@ class HalfTrace(Trace):
 CASES = [
     HalfCase(name, **row)
     for seed, name in enumerate(ARCHITECTURES)
-    for row in covering(2, 100 + seed, FACTORS)
+    for row in covering(2, 100 + seed, HALF_FACTORS)
 ]
 
 
@@ -310,7 +301,7 @@ def test_the_cases_cover_what_they_should() -> None:
     assert 50 <= len(CASES) <= 100
     for name in ARCHITECTURES:
         mine = [case for case in CASES if case.name == name]
-        for factor, values in FACTORS.items():
+        for factor, values in HALF_FACTORS.items():
             assert {getattr(case, factor) for case in mine} == set(values)
 
 
@@ -388,13 +379,6 @@ def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
         return slot.copy_(seen.setdefault(host.size, slot.clone()))
 
     patch.setattr(SlotDevice, "onload", stale)
-
-
-def weights_are_kept_as_they_are(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept.Saver, "pack", lambda _, tensor: kept.Saved(tensor.detach()))
-    patch.setattr(kept.Saver, "weights_are_free", lambda _: True)
-    # In a model this small nothing would leave its memory between forward and backward.
-    patch.setattr(executor.Executor, "_soon", lambda *_: ())
 
 
 HURT = HalfCase("llama", accumulation=3, clipping=True, place="disk")

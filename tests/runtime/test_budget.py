@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.runtime.common import report_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MAX_RAM_GB = 0.8
 ALLOWED = 1.05
@@ -60,16 +62,7 @@ print(json.dumps({"peaks": peaks, "losses": losses, "held": held, "left": left})
 def test_peak_memory_stays_within_the_budget_in_every_phase(
     tmp_path: Path, dtype: str
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PHASES, str(tmp_path), str(MAX_RAM_GB), dtype],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = report_of(PHASES, tmp_path, MAX_RAM_GB, dtype)
     allowed = MAX_RAM_GB * 1e9 * ALLOWED
     for name, peak in report["peaks"].items():
         print(f"{name:<20} {peak / 1e6:6.0f} MB of {MAX_RAM_GB * 1e3:.0f} MB")

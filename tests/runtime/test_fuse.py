@@ -18,6 +18,7 @@ from tests.runtime.common import (
     WIDTH,
     Layer,
     TinyLM,
+    gradients_in,
     micro_batches,
     opened,
     seeded,
@@ -49,20 +50,6 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return found
 
 
-def gradients(model: Any, optimizer: Any, step: Callable[[], Any]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-
-    def look(*_: Any) -> None:
-        for name, param in model.named_parameters():
-            if param.grad is not None:
-                found[name] = param.grad.detach().clone()
-
-    hook = optimizer.register_step_pre_hook(look)
-    step()
-    hook.remove()
-    return found
-
-
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -90,7 +77,7 @@ def test_gradients_are_those_of_one_by_one(
             assert not fused
             traces.append(
                 [
-                    gradients(
+                    gradients_in(
                         model,
                         optimizer,
                         partial(mt.train_step, model, optimizer, window),
@@ -116,7 +103,7 @@ def test_in_bf16(tmp_path: Path, name: str, fused: list[tuple[str, int]]) -> Non
                 make_model(name), lr=0.0, fuse_micro_batches=fuse, dtype=torch.bfloat16
             )
             step = partial(mt.train_step, model, optimizer, window)
-            traces.append(gradients(model, optimizer, step))
+            traces.append(gradients_in(model, optimizer, step))
     for key, expected in traces[0].items():
         assert traces[1][key].dtype == torch.float32
         worst = float((traces[1][key] - expected).abs().max())
@@ -139,10 +126,10 @@ def tiny(
             (functional.cross_entropy(logits.flatten(0, 1), targets) / 3).backward()
         optimizer.step()
 
-    expected = gradients(plain, optimizer, step)
+    expected = gradients_in(plain, optimizer, step)
     with opened(directory) as session:
         model, optimizer = wrapped(streamed, lr=0.0, fuse_micro_batches=True)
-        found = gradients(
+        found = gradients_in(
             model, optimizer, lambda: window_step(model, optimizer, 0, count=3)
         )
         return expected, found, session.notes
@@ -323,7 +310,7 @@ def test_dropout_draws_one_mask_for_all(
             def step() -> None:
                 found.append(window_step(model, optimizer, 0).loss)
 
-            grads = gradients(model, optimizer, step)
+            grads = gradients_in(model, optimizer, step)
         return found[0], grads["layers.0.up.bias"][3]
 
     _, slope = loss_at(0.0)

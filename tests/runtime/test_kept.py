@@ -17,6 +17,8 @@ from tests.runtime.common import (
     Layer,
     TinyLM,
     batch,
+    both_ways,
+    gradients_in,
     loss_of,
     micro_batches,
     opened,
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-both_ways = pytest.mark.parametrize("window", [False, True], ids=["loop", "window"])
-
 
 def gradients(
     model: Any,
@@ -42,28 +42,22 @@ def gradients(
     loss: Callable[[Any, Tensor], Any] = loss_of,
 ) -> dict[str, Tensor]:
     """The gradients of one step, as the optimizer finds them."""
-    found: dict[str, Tensor] = {}
 
-    def look(*_: Any) -> None:
-        for name, param in model.named_parameters():
-            if param.grad is not None:
-                found[name] = param.grad.detach().clone()
-
-    hook = optimizer.register_step_pre_hook(look)
-    if window:
-        mt.train_step(
-            model,
-            optimizer,
-            micro_batches(0, count),
-            loss_fn=lambda model, batch: loss(model, batch["ids"]),
-        )
-    else:
+    def step() -> None:
+        if window:
+            mt.train_step(
+                model,
+                optimizer,
+                micro_batches(0, count),
+                loss_fn=lambda model, batch: loss(model, batch["ids"]),
+            )
+            return
         for each in micro_batches(0, count):
             loss(model, each["ids"]).backward()
         optimizer.step()
         optimizer.zero_grad()
-    hook.remove()
-    return found
+
+    return gradients_in(model, optimizer, step)
 
 
 def steps(

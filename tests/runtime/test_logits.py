@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,6 +19,7 @@ from megatrain_nb.plan.logits import Chunking
 from megatrain_nb.runtime import chunks, logits
 from megatrain_nb.runtime.chunks import LossTask, _Pass
 from megatrain_nb.runtime.offload import offloaded_model
+from tests.runtime.common import report_of
 from tests.runtime.models import VOCABULARY, make_batch, make_model, make_window
 from tests.runtime.plain import (
     Case,
@@ -35,6 +32,7 @@ from tests.runtime.plain import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 # Some tens of tokens are added up in another order, and every layer below adds its own sums to that: in ulp of
 # the largest gradient of a parameter. Measured: at most 9.
@@ -722,16 +720,7 @@ session.close()
 
 
 def in_a_process(tmp_path: Path, kind: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path), kind],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report: dict[str, Any] = report_of(MEMORY, tmp_path, kind)
     print(report)
     return report
 

@@ -15,7 +15,6 @@ from megatrain_nb.runtime import (
     call,
     device,
     executor,
-    kept,
     offload,
     optimizer,
     pager,
@@ -25,6 +24,7 @@ from megatrain_nb.runtime import (
 from megatrain_nb.runtime.session import current_session
 from tests.runtime.models import ARCHITECTURES, covering
 from tests.runtime.plain import (
+    FACTORS,
     Case,
     assert_equal,
     assert_equal_but_tied,
@@ -32,23 +32,13 @@ from tests.runtime.plain import (
     plain_trace_of,
     streamed_trace,
     tied_name,
+    weights_are_kept_as_they_are,
     worst,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "accumulation": (1, 3),
-    "clipping": (False, True),
-    "tied": (False, True),
-    "dropout": (0.0, 0.1),
-    "place": ("ram", "disk", "mixed"),
-    "path": ("window", "loop"),
-    "device": ("host", "slots"),
-    "keep": (False, True),
-}
 
 # Every architecture meets every combination of the values of any three factors.
 CASES = [
@@ -227,13 +217,6 @@ def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
         return slot
 
     patch.setattr(device.SlotDevice, "onload", stale)
-
-
-def weights_are_kept_as_they_are(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kept.Saver, "pack", lambda _, tensor: kept.Saved(tensor.detach()))
-    patch.setattr(kept.Saver, "weights_are_free", lambda _: True)
-    # In a model this small nothing would leave its memory between forward and backward.
-    patch.setattr(executor.Executor, "_soon", lambda *_: ())
 
 
 def kept_gradients_stay_behind(patch: pytest.MonkeyPatch) -> None:

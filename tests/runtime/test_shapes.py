@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import megatrain_nb as mt
-from tests.runtime.common import differing, opened, seeded, snapshot, wrapped
+from tests.runtime.common import differing, opened, report_of, seeded, snapshot, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 
 class Odd(nn.Module):
@@ -169,23 +166,6 @@ print(json.dumps({"total": total, "peaks": peaks, "pool": session.pool.peak_byte
 def test_the_kernel_counts_no_more_than_the_budget(
     tmp_path: Path, shape: str, size: int, budget_gb: float
 ) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            PROCESS,
-            str(tmp_path),
-            str(budget_gb),
-            shape,
-            str(size),
-        ],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
-    print(shape, report, done.stderr)
-    assert max(report["peaks"]) <= budget_gb * 1e9 * 1.05, (report, done.stderr)
+    report = report_of(PROCESS, tmp_path, budget_gb, shape, size, timeout=300)
+    print(shape, report)
+    assert max(report["peaks"]) <= budget_gb * 1e9 * 1.05, report
