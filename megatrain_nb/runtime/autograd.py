@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.plan.schedule import Kind
+from megatrain_nb.runtime.call import check_same_weights
 
 if TYPE_CHECKING:
     from megatrain_nb.runtime.call import BlockCall
@@ -66,12 +67,7 @@ class _BlockNode(torch.autograd.Function):
                 "gradient; use loss.backward()"
             )
             raise ModelError(msg)
-        if ctx.version != executor.version:
-            msg = (
-                f"the weights of {call.block.name} changed between forward and backward; "
-                "call backward before optimizer.step()"
-            )
-            raise ModelError(msg)
+        check_same_weights(call.block, ctx.version, executor.version)
         with executor.running(call.block, Kind.BACKWARD) as bound, bound:
             inputs = call.backward(grads, bound)
         return (None, None, None, None, *inputs)

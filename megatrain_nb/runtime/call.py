@@ -229,12 +229,7 @@ class BlockCall:
         if kept.later is None:
             self._flow(kept.tensors, grads)
         else:
-            if kept.later.version != bound.version:
-                msg = (
-                    f"the weights of {self.block.name} changed between forward and backward; "
-                    "call backward before optimizer.step()"
-                )
-                raise ModelError(msg)
+            check_same_weights(self.block, kept.later.version, bound.version)
             with kept.later.found_in(bound):
                 self._flow(kept.tensors, grads)
         kept.release()
@@ -375,6 +370,16 @@ def _active_collector() -> dict[str, Any] | None:
 
 def _discard(_: Tensor) -> None:
     """Keep nothing of what autograd wants to save."""
+
+
+def check_same_weights(block: Block, then: int, now: int) -> None:
+    """Raise ModelError if the executor's count of weight changes went on between forward and backward."""
+    if then != now:
+        msg = (
+            f"the weights of {block.name} changed between forward and backward; "
+            "call backward before optimizer.step()"
+        )
+        raise ModelError(msg)
 
 
 def refuse_gradient(block: str) -> Callable[[Tensor], None]:

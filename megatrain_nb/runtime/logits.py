@@ -43,8 +43,6 @@ _ESCAPED = (
     "the logits of {} reached a function that torch does not tell about (a torch.autograd.Function, say), and "
     "their gradient would be lost; give it logits * 1.0 where they may exist, or raise max_ram_gb"
 )
-
-
 _CHANGED = (
     "the logits of {} were put off, since they would not fit into the budget, and what was made of them cannot be "
     "changed in place; make a new tensor instead, or raise max_ram_gb"
@@ -407,9 +405,8 @@ def _choose(
     if items.count(Ellipsis) > 1:
         return None
     taken = sum(type(x) in (int, slice) for x in items)
-    if (
-        taken == logits.dim()
-    ):  # something is said of the classes: it must keep all of them
+    if taken == logits.dim():
+        # Something is said of the classes: it must keep all of them.
         last = items[-1]
         full = isinstance(last, slice) and last.indices(logits.shape[-1]) == (
             0,
