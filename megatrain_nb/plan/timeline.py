@@ -20,7 +20,7 @@ class Span:
     num_bytes
         Bytes moved; 0 where nothing moves.
     lane
-        Who did it: ``compute``, ``disk``, ``update``.
+        Who did it: ``compute``, ``disk``, ``update``; ``onload`` and ``offload`` are a device's copies.
     """
 
     kind: str

@@ -20,6 +20,7 @@ from megatrain_nb.errors import (
     SessionError,
     StoreError,
 )
+from megatrain_nb.plan.device import DevicePlan, plan_device, slot_bytes
 from megatrain_nb.plan.keep import prefers_kept
 from megatrain_nb.plan.memory import (
     Residency,
@@ -120,6 +121,8 @@ class OffloadedModel:
         self._keep_wanted = self._keep_beside = 0
         self._keep_first = False
         self._room = 0
+        self._on_device: int | None = None
+        self._keep_on_device = True
         session.adopt(self)
         try:
             session.plan()
@@ -314,8 +317,55 @@ class OffloadedModel:
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
-        keepable = residency.keep_bytes - self._keep_beside
-        self.executor.keeping.limit_bytes = max(keepable, 0)
+        if self._keeps_in_ram:
+            keepable = residency.keep_bytes - self._keep_beside
+            self.executor.keeping.limit_bytes = max(keepable, 0)
+        self._plan_device()
+
+    @property
+    def _keeps_in_ram(self) -> bool:
+        """Whether activations are in RAM: they are where blocks compute, and the device's twin is in RAM as well."""
+        return self.device.type == "cpu"
+
+    def _plan_device(self) -> None:
+        """Decide what stays on a device with memory of its own; before a step has run, nothing does."""
+        device, keeping = self.session.device, self.executor.keeping
+        if device.in_place or device.limit_bytes is None or self._on_device is None:
+            return
+        plan = DevicePlan()
+        if not device.exhausted:
+            others = self._on_device + sum(
+                model.executor.device_bytes
+                for model in self.session.models
+                if model is not self
+            )
+            plan = plan_device(
+                self.layers.spec,
+                self.executor.order,
+                limit_bytes=device.limit_bytes,
+                other_bytes=others,
+                wanted_keep_bytes=0 if self._keeps_in_ram else self._keep_allowed(),
+                keep_first=self._keep_on_device,
+            )
+        self.executor.stay = plan.stay
+        if not self._keeps_in_ram:
+            keeping.limit_bytes = plan.keep_bytes
+
+    def _learn_device(self) -> None:
+        """Compare what the device's plan sets aside with what torch counted there."""
+        device, keeping = self.session.device, self.executor.keeping
+        if device.in_place:
+            return
+        kept = 0 if self._keeps_in_ram else keeping.restart_peak()
+        # What is kept and what else is there need not peak together: so this only grows.
+        other = max(0, device.other_peak_bytes() - kept)
+        self._on_device = max(self._on_device or 0, other)
+        least = self.last_step.least_seconds if self.last_step is not None else {}
+        self._keep_on_device = least.get("link", 0.0) <= least.get("compute", 0.0)
+        if not self._keeps_in_ram:
+            wanted = round(1.05 * keeping.wanted_bytes)
+            self._keep_wanted = max(self._keep_wanted, wanted)
+        self._plan_device()
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -323,21 +373,21 @@ class OffloadedModel:
 
     def _keepable_bytes(self) -> int:
         """Return what activations would take if all of a window's were kept, within what the session allows."""
-        if self.device.type != "cpu":
-            return 0  # they would take the accelerator's memory, not planned yet
+        return self._keep_allowed() if self._keeps_in_ram else 0
+
+    def _keep_allowed(self) -> int:
         allowed = self.session.max_kept_bytes
         return self._keep_wanted if allowed is None else min(self._keep_wanted, allowed)
 
     def _room_bytes(self) -> int:
         """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""
-        device, spec = self.session.device, self.layers.spec
-        room = self._room
-        if device.torch_device.type == "cuda":
-            room = torch.cuda.get_device_properties(device.torch_device).total_memory
-        if not device.in_place and self.session.max_vram_bytes:
-            slots = 3 * max(spec.block_bytes(block.index) for block in spec.blocks)
-            room = max(0, min(room, self.session.max_vram_bytes - slots))
-        return room
+        limit = self.session.device.limit_bytes
+        if self._keeps_in_ram or limit is None:
+            return self._room
+        spec, executor = self.layers.spec, self.executor
+        stays = sum(spec.packs[pack].weight_bytes for pack in executor.stay)
+        taken = slot_bytes(spec) + stays + executor.keeping.limit_bytes
+        return max(0, limit - taken)
 
     def _check_disk(self, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
@@ -359,11 +409,12 @@ class OffloadedModel:
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
+        self._learn_device()
         keeping = self.executor.keeping
         least = self.last_step.least_seconds if self.last_step is not None else {}
         first = prefers_kept(least, now=self._keep_first)
         measured = round(1.05 * self.session.other_peak_bytes())
-        kept = keeping.restart_peak()
+        kept = keeping.restart_peak() if self._keeps_in_ram else 0
         changed = first != self._keep_first
         if kept:
             # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
@@ -372,7 +423,7 @@ class OffloadedModel:
             changed |= beside > self._keep_beside
             self._keep_beside = max(self._keep_beside, beside)
             measured = self._reserved
-        if keeping.wanted_bytes > self._keep_wanted:
+        if self._keeps_in_ram and keeping.wanted_bytes > self._keep_wanted:
             # A little more, so that a window that is hardly larger changes nothing.
             self._keep_wanted = round(1.05 * keeping.wanted_bytes)
             changed = True
@@ -445,14 +496,26 @@ class OffloadedModel:
 
     def finish_step(self, grad_norm: float) -> None:
         """Make the step's result and tell the session; then plan again if memory says so."""
+        device = self.session.device
+        self.executor.end_step()
         since, now = self._since, self.session.clock()
         assert since is not None
         spent = {key: now[key] - since[key] for key in now}
         seconds = {cause: spent[cause] for cause in ("compute", "wait", "update")}
-        seconds["other"] = max(0.0, spent["now"] - sum(seconds.values()))
+        left = spent["now"] - seconds["wait"] - seconds["update"]
         least = {"compute": seconds["compute"]}
-        if self.session.device.in_place:  # the kernels run on the same cores
+        if device.in_place:  # the kernels run on the same cores
             least["compute"] += seconds["update"]
+        else:
+            least["update"] = seconds["update"]
+            # The device computes while the host waits and updates: only what is left of the time is its own.
+            seconds["compute"] = max(0.0, min(seconds["compute"], left))
+            if device.onloaded.best and device.offloaded.best:
+                least["link"] = max(
+                    spent["onloaded"] / device.onloaded.best,
+                    spent["offloaded"] / device.offloaded.best,
+                )
+        seconds["other"] = max(0.0, left - seconds["compute"])
         if self.session.store.rate.best:
             moved = spent["read"] + spent["written"]
             least["disk"] = moved / self.session.store.rate.best
@@ -465,6 +528,9 @@ class OffloadedModel:
             seconds=seconds,
             read_bytes=int(spent["read"]),
             written_bytes=int(spent["written"]),
+            onloaded_bytes=int(spent["onloaded"]),
+            offloaded_bytes=int(spent["offloaded"]),
+            link_seconds=spent["link"],
             least_seconds=least,
         )
         self.forget_step()
@@ -497,10 +563,11 @@ class OffloadedModel:
             if param in norms:
                 found.append(norms[param])
             elif param not in self.layers.homes and param.grad is not None:
-                found.append(torch.linalg.vector_norm(param.grad).cpu())
-        return (
-            torch.linalg.vector_norm(torch.stack(found)) if found else torch.tensor(0.0)
-        )
+                found.append(torch.linalg.vector_norm(param.grad))
+        if not found:
+            return torch.tensor(0.0)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(_on_host(found)))
+        return norm
 
     def moment(self, param: nn.Parameter, what: What) -> Tensor:
         """Return a moment as a tensor: streamed, or ordinary for a parameter that is."""
@@ -515,6 +582,17 @@ class OffloadedModel:
             param, (torch.zeros_like(param), torch.zeros_like(param))
         )
         return moments[0 if what is What.EXP_AVG else 1]
+
+
+def _on_host(scalars: list[Tensor]) -> list[Tensor]:
+    """Bring scalars to the CPU, those of one device together: the host waits once."""
+    found = list(scalars)
+    for device in {x.device for x in scalars if x.device.type != "cpu"}:
+        places = [index for index, x in enumerate(scalars) if x.device == device]
+        values = torch.stack([scalars[index] for index in places]).cpu()
+        for index, value in zip(places, values.unbind(), strict=True):
+            found[index] = value
+    return found
 
 
 def offload(
@@ -547,10 +625,7 @@ def offload(
             msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
             raise ModelError(msg)
     prepare(model)
-    for name, param in layers.resident.items():
-        if param.device != session.device.torch_device:
-            msg = f"{name} is on {param.device}, but the session computes on {session.device.torch_device}; move it there first"
-            raise ModelError(msg)
+    _move_what_stays(model, layers, session.device.torch_device)
     offloaded = OffloadedModel(model, layers, session)
     try:
         offloaded.move_in()
@@ -574,6 +649,22 @@ def prepare(model: nn.Module) -> None:
                 )
                 getattr(model, f"{name}_checkpointing_disable")()
             return
+
+
+def _move_what_stays(model: nn.Module, layers: Layers, device: torch.device) -> None:
+    """Bring buffers, and parameters that do not stream, to where the blocks compute."""
+    for name, param in layers.resident.items():
+        if param.device.type == "cpu":
+            param.data = param.data.to(device)
+        if param.device != device:
+            msg = f"{name} is on {param.device}, but the session computes on {device}; move it there first"
+            raise ModelError(msg)
+    if device.type == "cpu":
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
 
 
 def no_cache_in_training(

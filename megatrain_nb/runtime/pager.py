@@ -7,6 +7,10 @@ the lower halves are a piece of their own. A piece is in RAM while it has a slab
 it changed; its slab goes back to the pool when the last byte is written. What was never written
 reads as zeros. All of it runs on the training thread; only reads, writes and the return of written
 slabs happen on I/O threads.
+
+[Note: leases] A device with memory of its own copies out of slabs and into them while the training thread goes
+on. Such a piece is *lent* until the copy is over: ``need`` waits for it, and ``settle`` puts it off, so that its
+bytes are neither used nor given back too early.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import PackSpec
+    from megatrain_nb.runtime.lanes import Work
     from megatrain_nb.store.base import Store
     from megatrain_nb.store.host import HostPool, Slab
 
@@ -80,6 +85,8 @@ class Piece:
         Planned to stay in RAM.
     dirty
         The RAM copy is newer than the disk's.
+    lease
+        The device's last copy out of ``slab`` or into it.
     """
 
     pack: PackSpec
@@ -89,6 +96,7 @@ class Piece:
     users: int = 0
     resident: bool = False
     dirty: bool = False
+    lease: Work | None = None
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -103,8 +111,15 @@ class Piece:
 
     @property
     def landed(self) -> bool:
-        """Whether it is in RAM, and nothing of it still to come."""
-        return self.slab is not None and all(read.done() for read in self.loading)
+        """Whether it is in RAM, and nothing of it still to come or to leave for a device."""
+        if self.slab is None or self.lent:
+            return False
+        return all(read.done() for read in self.loading)
+
+    @property
+    def lent(self) -> bool:
+        """Whether a device still copies out of it or into it."""
+        return self.lease is not None and not self.lease.done()
 
     def values(self) -> Values:
         """Return the loaded values, shape (numel,)."""
@@ -191,6 +206,7 @@ class Pager:
         }
         self._writing: dict[str, Future[None]] = {}
         self._held: list[Piece] = []
+        self._leaving: dict[Piece, None] = {}
         self.give_way: Callable[[], bool] = lambda: False
         self.is_due: Callable[[int], bool] = lambda _: False
 
@@ -220,6 +236,7 @@ class Pager:
             With ``patient``: no room, and nothing that would make room.
         """
         piece = self._pieces[pack, what]
+        self._leaving.pop(piece, None)  # it is wanted again
         if piece.slab is not None:
             return True
         self._wait_writes(piece)
@@ -243,6 +260,7 @@ class Pager:
         """Return a piece's values in RAM, shape (numel,); ``drop`` it after use."""
         piece = self._pieces[pack, what]
         self.fetch(pack, what, patient=True, blank=blank)
+        self._end_lease(piece)
         if piece.loading:
             try:
                 self._wait_all(piece.loading, f"reading the {piece}")
@@ -296,6 +314,9 @@ class Pager:
         """Put an unused piece where the plan wants it."""
         if piece.slab is None or piece.users or piece.resident:
             return
+        if piece.lent:
+            self._leaving[piece] = None
+            return
         if not piece.dirty:
             self._forget_slab(piece)
             return
@@ -304,6 +325,16 @@ class Pager:
         landing = _Landing(len(tiles), slab, self.pool)
         for key, start, stop in tiles:
             self._write(piece, key, piece.bytes_of(slab, start, stop), landing)
+
+    def lend(self, pack: int, what: What, until: Work) -> None:
+        """Note that a device copies out of a piece in use, or into it; whoever needs it next waits for the end."""
+        self._pieces[pack, what].lease = until
+
+    def end_leases(self) -> None:
+        """Settle what was put off and is no longer lent; never waits."""
+        for piece in [piece for piece in self._leaving if not piece.lent]:
+            del self._leaving[piece]
+            self.settle(piece)
 
     def is_blank(self, pack: int, what: What) -> bool:
         """Whether a piece was never written, so that it reads as zeros."""
@@ -341,6 +372,7 @@ class Pager:
             self.need_all((pack, each) for each in what)
             self._held = [*pieces]
         for piece in pieces:
+            self._end_lease(piece)
             # Whoever opens another one meanwhile must not take these away.
             piece.users += 1
         try:
@@ -389,6 +421,10 @@ class Pager:
         """Return when the writes of one kind have landed; raises what one of them raised."""
         for piece in self._pieces.values():
             if piece.what is what:
+                self._end_lease(piece)
+        self.end_leases()
+        for piece in self._pieces.values():
+            if piece.what is what:
                 self._wait_writes(piece)
 
     # -- barriers -----------------------------------------------------------------------------------
@@ -396,6 +432,9 @@ class Pager:
     def barrier(self) -> None:
         """Return when every write has landed; raises what a write raised."""
         self.close_held()
+        for piece in list(self._leaving):
+            self._end_lease(piece)
+        self.end_leases()
         self._wait_keys(list(self._writing), "writing tiles")
 
     def apply(self, residency: Residency) -> None:
@@ -419,8 +458,10 @@ class Pager:
     def reset(self) -> None:
         """After an error: nobody uses anything any more."""
         self._held.clear()
+        self._leaving.clear()
         for piece in self._pieces.values():
             piece.users = 0
+            self._end_lease(piece)
             self.settle(piece)
 
     def delete_all(self) -> None:
@@ -478,6 +519,11 @@ class Pager:
     def _take(self, num_bytes: int, what: str, *, patient: bool) -> Slab | None:
         """Take a slab; with patience wait for writes behind and give up what was read ahead."""
         while (slab := self.pool.try_take(num_bytes, what=what)) is None:
+            if self._leaving:
+                before = len(self._leaving)
+                self.end_leases()
+                if len(self._leaving) < before:
+                    continue
             if not patient:
                 return None
             if not self._make_room():
@@ -492,6 +538,10 @@ class Pager:
         if self._held:
             self.close_held()
             return True
+        if self._leaving:
+            self._end_lease(next(iter(self._leaving)))
+            self.end_leases()
+            return True
         unused = [
             piece
             for piece in self._pieces.values()
@@ -499,13 +549,17 @@ class Pager:
         ]
         if unused:
             # First one that must be written: it is needed later than one just read.
-            self.settle(min(unused, key=lambda piece: not piece.dirty))
+            piece = min(unused, key=lambda piece: not piece.dirty)
+            self._end_lease(piece)
+            self.settle(piece)
             return True
         return self.give_way()
 
     def _forget_slab(self, piece: Piece) -> None:
         if piece.slab is None:
             return
+        self._leaving.pop(piece, None)
+        self._end_lease(piece)
         slab, piece.slab = piece.slab, None
         loading, piece.loading = piece.loading, []
         self.give_up(slab, loading, what=f"reading the {piece}")
@@ -522,6 +576,14 @@ class Pager:
         elif not self.broken:
             # A late read may still write into the slab: it is never used again.
             self.broken = f"{what} does not end: the disk is stalled"
+
+    def _end_lease(self, piece: Piece) -> None:
+        """Wait until no device copies out of a piece or into it."""
+        lease, piece.lease = piece.lease, None
+        if lease is None or lease.done():
+            return
+        with self._counted(f"copying the {piece}"):
+            lease.wait()
 
     def _wait_writes(self, piece: Piece, *only: str) -> None:
         """Let a piece's writes land: a read must see the last version."""
@@ -542,10 +604,16 @@ class Pager:
                     del self._writing[key]
 
     def _wait_all(self, futures: list[Future[None]], what: str) -> None:
-        start = time.perf_counter()
-        try:
+        with self._counted(what):
             for future in futures:
                 wait(future, what=what)
+
+    @contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        start = time.perf_counter()
+        try:
+            yield
         finally:
             end = time.perf_counter()
             if end - start > 1e-5:

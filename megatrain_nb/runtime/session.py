@@ -17,8 +17,9 @@ from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
-from megatrain_nb.runtime.device import open_device
+from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.pager import What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -112,7 +113,12 @@ class Session:
         with ExitStack() as undo:
             undo.callback(self._lock.release)
             reclaimed = reclaim(preflight.path) if self._lock.took_over else 0
-            self.pool = HostPool(self.max_ram_bytes)
+            self._page_lock = pinned_pages(device)
+            self.pool = HostPool(
+                self.max_ram_bytes,
+                page_lock=self._page_lock,
+                locked=frozenset({What.WEIGHTS.value, What.GRADS.value}),
+            )
             self.store = DiskStore(
                 preflight.path,
                 max_bytes=max_disk_bytes,
@@ -208,6 +214,11 @@ class Session:
                 if self._models:  # the others may have its share
                     self.plan()
 
+    @property
+    def models(self) -> tuple[OffloadedModel, ...]:
+        """The models in the session."""
+        return tuple(self._models)
+
     def plan(self) -> None:
         """Give every model an equal share of the RAM, and let each decide what of it stays there.
 
@@ -270,13 +281,17 @@ class Session:
         """Return running totals: seconds by cause and bytes moved; two of them bound an interval."""
         return {
             "now": time.perf_counter(),
-            "compute": sum(model.executor.compute_seconds for model in self._models),
+            "compute": self.device.compute_seconds
+            + sum(model.executor.compute_seconds for model in self._models),
             "wait": sum(model.pager.wait_seconds for model in self._models),
             "update": sum(
                 model.step_seconds + model.updates.seconds for model in self._models
             ),
             "read": float(self.store.read_bytes),
             "written": float(self.store.written_bytes),
+            "onloaded": float(self.device.onloaded.num_bytes),
+            "offloaded": float(self.device.offloaded.num_bytes),
+            "link": self.device.onloaded.seconds + self.device.offloaded.seconds,
         }
 
     def note_step(self, result: StepResult) -> None:
@@ -323,7 +338,8 @@ class Session:
             models=tuple(
                 describe_model(model) for model in self._models if not model.deleted
             ),
-            notes=self.notes,
+            notes=self._notes_now(),
+            pinned_bytes=self.pool.pinned_bytes,
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
         )
@@ -346,6 +362,10 @@ class Session:
             self.status()._repr_html_() if not self._closed else "<p>Session closed</p>"
         )
 
+    def _notes_now(self) -> tuple[str, ...]:
+        problem = self._page_lock.problem if self._page_lock is not None else ""
+        return (*self.notes, problem) if problem else self.notes
+
     def _find_notes(self, reclaimed: int) -> tuple[str, ...]:
         notes = [*self.preflight.notes, self.preflight.direct_note]
         if reclaimed:
@@ -357,6 +377,10 @@ class Session:
         if self.device.torch_device.type == "cpu":
             notes.append(
                 "no GPU is used: blocks compute in place in RAM, which device and host share"
+            )
+        if self.device.torch_device.type == "mps":
+            notes.append(
+                "MPS: blocks are copied to it and from it without overlap; this was never measured"
             )
         if self.max_disk_bytes and self.max_disk_bytes > self.preflight.free_bytes:
             notes.append(
@@ -387,7 +411,8 @@ def init(
     optimizer_compression
         False: Adam's moments are fp32. Compressed moments come in a later version.
     device
-        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one.
+        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
+        never measured.
 
     Returns
     -------

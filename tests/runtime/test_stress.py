@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from megatrain_nb.optim import adamw
-from megatrain_nb.runtime.device import SlotDevice
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.session import Session
+from megatrain_nb.runtime.slots import SlotDevice
 from megatrain_nb.store.tilefile import TileFile
 from tests.runtime.common import (
     TinyLM,
