@@ -176,7 +176,9 @@ class PinnedPages:
         with torch.cuda.device(self._device):
             error = cudart.cudaHostUnregister(address)
         if int(error) != 0:
-            logger.warning("page-locked memory was not released (CUDA error %d)", error)
+            logger.warning(
+                "page-locked memory was not released (CUDA error %d)", int(error)
+            )
             self._forget_error()
 
     def _forget_error(self) -> None:

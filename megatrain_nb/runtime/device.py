@@ -189,8 +189,7 @@ def open_device(
         raise ArgumentError(msg) from None
     if chosen.type == "cpu":
         return HostDevice()
-    mps: Any = torch.backends.mps
-    if chosen.type == "mps" and mps.is_available():
+    if chosen.type == "mps" and torch.backends.mps.is_available():
         return SlotDevice(
             torch.device("mps", 0), max_bytes=max_vram_bytes, lanes=BlockingLanes()
         )
@@ -204,9 +203,11 @@ def open_device(
 
 
 def _open_cuda(chosen: torch.device, max_vram_bytes: int | None) -> SlotDevice:
-    if chosen.index is None:  # tensors name theirs, and are compared with this one
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    if chosen.index >= torch.cuda.device_count():
+    index: int | None = chosen.index
+    if index is None:  # tensors name theirs, and are compared with this one
+        index = torch.cuda.current_device()
+        chosen = torch.device("cuda", index)
+    if index >= torch.cuda.device_count():
         msg = f"device={str(chosen)!r}: torch sees {torch.cuda.device_count()} CUDA devices, counted from 0"
         raise ArgumentError(msg)
     # What the libraries take, on both sides, is not the model's.

@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from megatrain_nb.store.base import wait
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatrain_nb.runtime.pager import Values
+
+# A thread's job takes milliseconds; one that takes this long waits for something that will not come.
+_PATIENCE_S = 60.0
 
 
 def tensor_over(host: Values) -> Tensor:
@@ -155,7 +156,7 @@ class _Job:
         return self.future.done()
 
     def wait(self) -> None:
-        wait(self.future, what="a copy between host and device")
+        self.future.result(timeout=_PATIENCE_S)
 
     def times(self) -> tuple[float, float]:
         return self.begin_s, self.end_s
