@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -33,19 +34,16 @@ class DevicePlan:
     keep_bytes: int = 0
 
 
-def slot_bytes(spec: ModelSpec, *, slots: int = SLOTS) -> int:
-    """Return the device memory, in bytes, that streaming needs with so many slots of each size.
+def slot_bytes(spec: ModelSpec) -> int:
+    """Return the device memory, in bytes, that streaming takes.
 
-    A block computes beside the next one's weights, and its gradients leave while the next one's add up.
+    Slots of every size that packs have: a block computes beside the next one's weights, and its gradients
+    leave while the next one's add up.
     """
-    sizes: dict[tuple[str, int], int] = {}
-    for block in spec.blocks:
-        for index, pack in enumerate(spec.packs_of(block.index)):
-            sizes["weights", index] = max(
-                sizes.get(("weights", index), 0), pack.weight_bytes
-            )
-            sizes["grads", index] = max(sizes.get(("grads", index), 0), pack.grad_bytes)
-    return slots * sum(sizes.values())
+    sizes = Counter(
+        (pack.weight_bytes + pack.grad_bytes, pack.split) for pack in spec.packs
+    )
+    return sum(min(SLOTS, count) * size for (size, _), count in sizes.items())
 
 
 def plan_device(

@@ -625,7 +625,7 @@ def offload(
             msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
             raise ModelError(msg)
     prepare(model)
-    _move_what_stays(model, layers, session.device.torch_device)
+    move_what_stays(model, layers, session.device.torch_device)
     offloaded = OffloadedModel(model, layers, session)
     try:
         offloaded.move_in()
@@ -651,7 +651,7 @@ def prepare(model: nn.Module) -> None:
             return
 
 
-def _move_what_stays(model: nn.Module, layers: Layers, device: torch.device) -> None:
+def move_what_stays(model: nn.Module, layers: Layers, device: torch.device) -> None:
     """Bring buffers, and parameters that do not stream, to where the blocks compute."""
     for name, param in layers.resident.items():
         if param.device.type == "cpu":

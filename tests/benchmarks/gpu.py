@@ -101,7 +101,8 @@ def plain_model(size: Size, device: torch.device, dtype: torch.dtype) -> Any:
 def plain(model: Any, size: Size, *, checkpointing: bool) -> Step:
     """Plain PyTorch on the same device: fused AdamW, clipping."""
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(window: Window) -> float:
