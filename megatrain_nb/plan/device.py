@@ -62,7 +62,8 @@ def plan_device(
     spec
         The model.
     order
-        Block indices in the order of the forward. Weights stay from the last one on: backward needs them first.
+        Block indices in the order of the forward. Weights stay from the end on: backward needs them first. Those of
+        the last block come last: it turns into its backward while it is loaded.
     limit_bytes
         What the device has.
     other_bytes
@@ -89,14 +90,14 @@ def plan_device(
     ...     keep_first=True,
     ... )
     >>> sorted(plan.stay)
-    [2, 3]
+    [1, 2]
     """
     room = int(_SHARE * (limit_bytes - other_bytes)) - slot_bytes(spec)
     room = max(0, room)
     keep_bytes = min(wanted_keep_bytes, room) if keep_first else 0
     room -= keep_bytes
     stay: set[int] = set()
-    for block in dict.fromkeys(reversed(order)):
+    for block in dict.fromkeys([*reversed(order[:-1]), *order[-1:]]):
         for pack in spec.packs_of(block):
             if pack.index not in stay and pack.weight_bytes <= room:
                 stay.add(pack.index)

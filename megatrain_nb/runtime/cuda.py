@@ -211,6 +211,7 @@ class Vram:
         # Of what is free CUDA itself takes some for its libraries.
         self.limit_bytes = max_bytes or round(0.95 * free) + reserved
         self._before: float | None = None
+        self._peak = 0
         if max_bytes is None:
             return
         if torch.cuda.memory_allocated(device) > max_bytes:
@@ -232,8 +233,13 @@ class Vram:
     def restart_peak(self) -> int:
         """Return the most that torch's tensors took since the last call, in bytes."""
         peak = int(torch.cuda.max_memory_allocated(self._device))
+        self._peak = max(self._peak, peak)
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
+
+    def peak_bytes(self) -> int:
+        """Return the most that torch's tensors took so far, in bytes."""
+        return max(self._peak, int(torch.cuda.max_memory_allocated(self._device)))
 
     def trim(self) -> None:
         """Give what torch keeps for later back to the device."""

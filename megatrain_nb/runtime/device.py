@@ -25,8 +25,6 @@ class Device(Protocol):
     ----------
     in_place
         Blocks compute on the host's memory.
-    peak_bytes
-        The most that slots have taken, in bytes.
     compute_seconds
         Time that the device has computed so far; 0.0 where the host knows it, being the one that computes.
     onloaded, offloaded
@@ -37,7 +35,6 @@ class Device(Protocol):
 
     torch_device: torch.device
     in_place: bool
-    peak_bytes: int
     compute_seconds: float
     onloaded: Link
     offloaded: Link
@@ -78,7 +75,11 @@ class Device(Protocol):
         """Note that all computing of a step is over."""
 
     def used_bytes(self) -> int:
-        """Device memory held for slots, in bytes; 0 where it is the host's."""
+        """Device memory in use, in bytes; 0 where it is the host's."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was in use, in bytes."""
 
     def other_peak_bytes(self) -> int:
         """Return the most that other tensors took on the device since the last call, in bytes."""

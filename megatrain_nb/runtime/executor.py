@@ -513,14 +513,18 @@ class Executor:
         self.window = self.inside = None
         self._order.clear()
         self._trace.clear()
-        for slot in self._loaded.values():
-            self.device.release(slot)
-        self._loaded.clear()
-        self._hosted.clear()
+        self.let_go()
         self.pager.reset()
         if self.device.exhausted:
             self.device.trim()
         self.rest()
+
+    def let_go(self) -> None:
+        """Give all slots back, whatever is in them."""
+        for slot in self._loaded.values():
+            self.device.release(slot)
+        self._loaded.clear()
+        self._hosted.clear()
 
     def check_usable(self) -> None:
         """Raise if the model must not be used any more.

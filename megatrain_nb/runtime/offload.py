@@ -252,6 +252,7 @@ class OffloadedModel:
             "or get an ordinary model back with mt.unwrap(model)"
         )
         self.updates.rest()
+        self.executor.let_go()
         self.pager.close()
         self.session.dismiss(self)
 
@@ -409,7 +410,6 @@ class OffloadedModel:
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
-        self._learn_device()
         keeping = self.executor.keeping
         least = self.last_step.least_seconds if self.last_step is not None else {}
         first = prefers_kept(least, now=self._keep_first)
@@ -535,6 +535,7 @@ class OffloadedModel:
         )
         self.forget_step()
         self.session.note_step(self.last_step)
+        self._learn_device()
         self.learn()
 
     def _before_forward(self, *_: Any) -> None:

@@ -117,13 +117,12 @@ class SlotDevice:
         self.lanes: Lanes = lanes if lanes is not None else ThreadLanes(late=poison)
         self.compute_seconds = 0.0
         self.onloaded, self.offloaded = Link(), Link()
-        self.peak_bytes = 0
         self.exhausted = False
         self._max_bytes = max_bytes
         self._poison = poison
         self._vram = vram
         self._free: dict[_Format, deque[Slot]] = {}
-        self._used_bytes = 0
+        self._used_bytes = self._peak_bytes = 0
         self._works: list[tuple[str, str, int, Work]] = []
 
     # -- weights ----------------------------------------------------------------------------------------
@@ -253,8 +252,13 @@ class SlotDevice:
         return self._max_bytes if self._vram is None else self._vram.limit_bytes
 
     def used_bytes(self) -> int:
-        """Return the bytes of all slots, in use or free."""
-        return self._used_bytes
+        """Return the bytes in use: all that torch has on the device, or all slots where it does not count."""
+        return self._used_bytes if self._vram is None else self._vram.allocated_bytes()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was in use, in bytes."""
+        return self._peak_bytes if self._vram is None else self._vram.peak_bytes()
 
     def other_peak_bytes(self) -> int:
         """Return the most that torch's other tensors took on the device since the last call, in bytes."""
@@ -330,7 +334,7 @@ class SlotDevice:
         if flat is None:
             raise BudgetError(self._too_little(nbytes))
         self._used_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
+        self._peak_bytes = max(self._peak_bytes, self._used_bytes)
         # What computed in this memory before may not be over.
         busy = self.lanes.poison(flat, None) if self._poison else self.lanes.computed()
         return Slot(flat, busy)

@@ -309,7 +309,7 @@ class Bench:
             f"    {result.share_of_bound:.0%} of what {result.bound} allows; {overlap(watch.spans):.0%} of the copies' "
             f"time beside computing\n"
             f"    time: {causes}\n    at least: {least}\n"
-            f"    {format_bytes(result.onloaded_bytes)} to the device, {format_bytes(result.offloaded_bytes)} back; slots "
+            f"    {format_bytes(result.onloaded_bytes)} to the device, {format_bytes(result.offloaded_bytes)} back; device memory "
             f"{format_bytes(used)}, page-locked {format_bytes(pinned)}"
         )
 

@@ -16,6 +16,7 @@ from megatrain_nb.runtime import session as session_module
 from megatrain_nb.runtime.device import HostDevice, open_device
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.lanes import BlockingLanes, ThreadLanes
+from megatrain_nb.runtime.offload import OffloadedModel
 from megatrain_nb.runtime.pager import Pager, Piece, What
 from megatrain_nb.runtime.slots import SlotDevice
 from tests.runtime.common import (
@@ -28,10 +29,12 @@ from tests.runtime.common import (
     seeded,
     snapshot,
     window_step,
+    wrapped,
 )
 from tests.runtime.plain import (
     Case,
     assert_equal,
+    counted,
     late_twin,
     plain_trace_of,
     streamed_trace,
@@ -329,6 +332,34 @@ def test_a_loop_finds_the_weights_that_stayed(tmp_path: Path, twin: Any) -> None
     assert moved == spec.weight_bytes + 2 * spec.weight_bytes
 
 
+@pytest.mark.parametrize("window", [False, True], ids=["loop", "window"])
+def test_activations_are_kept_in_the_device_s_memory(
+    tmp_path: Path, twin: Any, monkeypatch: pytest.MonkeyPatch, window: bool
+) -> None:
+    """As on a GPU: what is kept counts there, and not in RAM."""
+    model = seeded(TinyLM)
+    expected = trained(tmp_path, copy.deepcopy(model), window=window, disk=True)
+    monkeypatch.setattr(OffloadedModel, "_keeps_in_ram", property(lambda _: False))
+    twin(10**7)
+    again = []
+    with opened(tmp_path) as session, counted() as count:
+        _, optimizer = mt.wrap(model, lr=1e-2, max_grad_norm=0.5)
+        for step in range(3):
+            (window_step if window else plain_step)(model, optimizer, step)
+            again.append(count[0])
+        record = model._megatrain
+        assert record.residency.keep_bytes == 0
+        assert record.executor.keeping.limit_bytes > 0
+        found = snapshot(model, optimizer)
+        session.max_kept_bytes = 0
+        record._plan_device()
+        assert record.executor.keeping.limit_bytes == 0
+    assert {key for key in differing(expected, found) if key != "losses"} == set()
+    assert (
+        again[2] == again[0] > 0
+    )  # the first step learns; then nothing is computed again
+
+
 def test_too_small_a_device_budget(tmp_path: Path, twin: Any) -> None:
     twin(5_000)
     model = seeded(TinyLM)
@@ -407,6 +438,21 @@ def test_an_error_or_interrupt_in_the_middle_leaves_all_as_it_was(
         assert (sum(sizes), session.pool.pinned_bytes) == (device.used_bytes(), 0)
         assert free > 0
     assert {key for key in differing(expected, found) if key != "losses"} == set()
+
+
+def test_slots_come_back_from_a_model_that_goes(tmp_path: Path, twin: Any) -> None:
+    device = twin(10**6)
+    with opened(tmp_path) as session:
+        kept, optimizer = wrapped(seeded(TinyLM))
+        other, its_optimizer = wrapped(seeded(TinyLM, 1))
+        window_step(other, its_optimizer, 0)
+        loss_of(other, batch(0)).backward()  # weights stay on the device
+        assert other._megatrain.executor.device_bytes > 0
+        del other, its_optimizer
+        session.check_in()
+        slots = [slot for free in device._free.values() for slot in free]
+        assert sum(slot.flat.nbytes for slot in slots) == device.used_bytes()
+        window_step(kept, optimizer, 0)
 
 
 def test_nothing_is_left_after_close(tmp_path: Path, twin: Any) -> None:
