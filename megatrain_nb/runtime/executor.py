@@ -209,13 +209,9 @@ class Executor:
         start, before = time.perf_counter(), self.not_computing()
         problem = None
         try:
+            packs = block.spec.packs
             bound = Bound(
-                self,
-                block,
-                {
-                    pack: self.device.ready(self._loaded[pack])
-                    for pack in block.spec.packs
-                },
+                self, block, {p: self.device.ready(self._loaded[p]) for p in packs}
             )
             moment = self.device.begin()
             self._make_parameters(bound, block, grads)
@@ -246,6 +242,7 @@ class Executor:
             else:
                 self.device.since(moment, str(kind), block.name)
         if problem is not None:
+            self._clear_device()
             raise problem
         self._report()
         self._relieve()
@@ -515,9 +512,13 @@ class Executor:
         self._trace.clear()
         self.let_go()
         self.pager.reset()
-        if self.device.exhausted:
-            self.device.trim()
         self.rest()
+
+    def _clear_device(self) -> None:
+        """Let everything leave the device that need not be there."""
+        self.stay = frozenset()
+        self.rest()
+        self.device.trim()
 
     def let_go(self) -> None:
         """Give all slots back, whatever is in them."""

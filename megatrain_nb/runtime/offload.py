@@ -20,7 +20,6 @@ from megatrain_nb.errors import (
     SessionError,
     StoreError,
 )
-from megatrain_nb.plan.device import DevicePlan, plan_device, slot_bytes
 from megatrain_nb.plan.keep import prefers_kept
 from megatrain_nb.plan.memory import (
     Residency,
@@ -30,6 +29,7 @@ from megatrain_nb.plan.memory import (
 )
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.runtime.costs import least_seconds, seconds_by_cause
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.fuse import Fusing
@@ -37,6 +37,7 @@ from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
 from megatrain_nb.runtime.logits import LargeLogits
 from megatrain_nb.runtime.pager import MOMENTS, Pager, What
+from megatrain_nb.runtime.share import DeviceShare
 from megatrain_nb.runtime.source import PieceSource
 from megatrain_nb.runtime.tensor import (
     plain_parameter,
@@ -101,6 +102,7 @@ class OffloadedModel:
             stop=session.stop_event,
             relieve=self.relieve,
         )
+        self.share = DeviceShare(self.executor, session.device)
         self.logits = LargeLogits(self.executor, self._room_bytes)
         self.executor.logits = self.logits
         self.device = session.device.torch_device
@@ -121,8 +123,6 @@ class OffloadedModel:
         self._keep_wanted = self._keep_beside = 0
         self._keep_first = False
         self._room = 0
-        self._on_device: int | None = None
-        self._keep_on_device = True
         session.adopt(self)
         try:
             session.plan()
@@ -318,55 +318,14 @@ class OffloadedModel:
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
-        if self._keeps_in_ram:
+        if not self.share.holds_activations:
             keepable = residency.keep_bytes - self._keep_beside
             self.executor.keeping.limit_bytes = max(keepable, 0)
         self._plan_device()
 
-    @property
-    def _keeps_in_ram(self) -> bool:
-        """Whether activations are in RAM: they are where blocks compute, and the device's twin is in RAM as well."""
-        return self.device.type == "cpu"
-
     def _plan_device(self) -> None:
-        """Decide what stays on a device with memory of its own; before a step has run, nothing does."""
-        device, keeping = self.session.device, self.executor.keeping
-        if device.in_place or device.limit_bytes is None or self._on_device is None:
-            return
-        plan = DevicePlan()
-        if not device.exhausted:
-            others = self._on_device + sum(
-                model.executor.device_bytes
-                for model in self.session.models
-                if model is not self
-            )
-            plan = plan_device(
-                self.layers.spec,
-                self.executor.order,
-                limit_bytes=device.limit_bytes,
-                other_bytes=others,
-                wanted_keep_bytes=0 if self._keeps_in_ram else self._keep_allowed(),
-                keep_first=self._keep_on_device,
-            )
-        self.executor.stay = plan.stay
-        if not self._keeps_in_ram:
-            keeping.limit_bytes = plan.keep_bytes
-
-    def _learn_device(self) -> None:
-        """Compare what the device's plan sets aside with what torch counted there."""
-        device, keeping = self.session.device, self.executor.keeping
-        if device.in_place:
-            return
-        kept = 0 if self._keeps_in_ram else keeping.restart_peak()
-        # What is kept and what else is there need not peak together: so this only grows.
-        other = max(0, device.other_peak_bytes() - kept)
-        self._on_device = max(self._on_device or 0, other)
-        least = self.last_step.least_seconds if self.last_step is not None else {}
-        self._keep_on_device = least.get("link", 0.0) <= least.get("compute", 0.0)
-        if not self._keeps_in_ram:
-            wanted = round(1.05 * keeping.wanted_bytes)
-            self._keep_wanted = max(self._keep_wanted, wanted)
-        self._plan_device()
+        others = (model.executor for model in self.session.models if model is not self)
+        self.share.plan(self._keep_allowed(), others)
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -374,7 +333,7 @@ class OffloadedModel:
 
     def _keepable_bytes(self) -> int:
         """Return what activations would take if all of a window's were kept, within what the session allows."""
-        return self._keep_allowed() if self._keeps_in_ram else 0
+        return 0 if self.share.holds_activations else self._keep_allowed()
 
     def _keep_allowed(self) -> int:
         allowed = self.session.max_kept_bytes
@@ -382,13 +341,7 @@ class OffloadedModel:
 
     def _room_bytes(self) -> int:
         """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""
-        limit = self.session.device.limit_bytes
-        if self._keeps_in_ram or limit is None:
-            return self._room
-        spec, executor = self.layers.spec, self.executor
-        stays = sum(spec.packs[pack].weight_bytes for pack in executor.stay)
-        taken = slot_bytes(spec) + stays + executor.keeping.limit_bytes
-        return max(0, limit - taken)
+        return self.share.room_bytes(self._room)
 
     def _check_disk(self, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
@@ -414,7 +367,8 @@ class OffloadedModel:
         least = self.last_step.least_seconds if self.last_step is not None else {}
         first = prefers_kept(least, now=self._keep_first)
         measured = round(1.05 * self.session.other_peak_bytes())
-        kept = keeping.restart_peak() if self._keeps_in_ram else 0
+        in_ram = not self.share.holds_activations
+        kept = keeping.restart_peak() if in_ram else 0
         changed = first != self._keep_first
         if kept:
             # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
@@ -423,10 +377,10 @@ class OffloadedModel:
             changed |= beside > self._keep_beside
             self._keep_beside = max(self._keep_beside, beside)
             measured = self._reserved
-        if self._keeps_in_ram and keeping.wanted_bytes > self._keep_wanted:
+        if keeping.wanted_bytes > self._keep_wanted:
             # A little more, so that a window that is hardly larger changes nothing.
             self._keep_wanted = round(1.05 * keeping.wanted_bytes)
-            changed = True
+            changed |= in_ram
         if changed or not 0.8 * self._reserved <= measured <= self._reserved:
             self._reserved = max(measured, 0)
             self._keep_first = first
@@ -501,24 +455,8 @@ class OffloadedModel:
         since, now = self._since, self.session.clock()
         assert since is not None
         spent = {key: now[key] - since[key] for key in now}
-        seconds = {cause: spent[cause] for cause in ("compute", "wait", "update")}
-        left = spent["now"] - seconds["wait"] - seconds["update"]
-        least = {"compute": seconds["compute"]}
-        if device.in_place:  # the kernels run on the same cores
-            least["compute"] += seconds["update"]
-        else:
-            least["update"] = seconds["update"]
-            # The device computes while the host waits and updates: only what is left of the time is its own.
-            seconds["compute"] = max(0.0, min(seconds["compute"], left))
-            if device.onloaded.best and device.offloaded.best:
-                least["link"] = max(
-                    spent["onloaded"] / device.onloaded.best,
-                    spent["offloaded"] / device.offloaded.best,
-                )
-        seconds["other"] = max(0.0, left - seconds["compute"])
-        if self.session.store.rate.best:
-            moved = spent["read"] + spent["written"]
-            least["disk"] = moved / self.session.store.rate.best
+        seconds = seconds_by_cause(spent, in_place=device.in_place)
+        least = least_seconds(spent, device, disk_rate=self.session.store.rate.best)
         losses = self._losses
         self.last_step = StepResult(
             step=self.num_steps,
@@ -535,8 +473,10 @@ class OffloadedModel:
         )
         self.forget_step()
         self.session.note_step(self.last_step)
-        self._learn_device()
+        if not device.in_place:
+            self.share.learn(least)
         self.learn()
+        self._plan_device()
 
     def _before_forward(self, *_: Any) -> None:
         with interrupts_wait(self.executor.stop, breakable=False):

@@ -145,7 +145,7 @@ def test_slabs_are_page_locked_at_their_exact_size(tmp_path: Path) -> None:
         linked = sum(
             p.weight_bytes + p.grad_bytes for p in model._megatrain.layers.spec.packs
         )
-        assert 0 < status.pinned_bytes <= 1.1 * linked
+        assert 0 < status.pinned_bytes <= 1.5 * linked
         assert "page-locked" in str(status)
     assert session.pool.pinned_bytes == 0
 

@@ -16,8 +16,8 @@ from megatrain_nb.runtime import session as session_module
 from megatrain_nb.runtime.device import HostDevice, open_device
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.lanes import BlockingLanes, ThreadLanes
-from megatrain_nb.runtime.offload import OffloadedModel
 from megatrain_nb.runtime.pager import Pager, Piece, What
+from megatrain_nb.runtime.share import DeviceShare
 from megatrain_nb.runtime.slots import SlotDevice
 from tests.runtime.common import (
     TinyLM,
@@ -339,7 +339,7 @@ def test_activations_are_kept_in_the_device_s_memory(
     """As on a GPU: what is kept counts there, and not in RAM."""
     model = seeded(TinyLM)
     expected = trained(tmp_path, copy.deepcopy(model), window=window, disk=True)
-    monkeypatch.setattr(OffloadedModel, "_keeps_in_ram", property(lambda _: False))
+    monkeypatch.setattr(DeviceShare, "holds_activations", True)
     twin(10**7)
     again = []
     with opened(tmp_path) as session, counted() as count:
