@@ -22,6 +22,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_whole_script_on_the_twin(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--quick", "--device", "twin"]) == 0
     said = capsys.readouterr().out

@@ -195,7 +195,7 @@ def test_a_missing_wait_shows(
     max_bytes = given.pop("max_bytes")
     model = seeded(TinyLM)
     expected = trained(tmp_path, copy.deepcopy(model), **given)
-    slow = {"lanes": ThreadLanes(most_delay_s=0.004, late=True), "poison": True}
+    slow = {"lanes": ThreadLanes(most_delay_s=0.03, late=True), "poison": True}
     twin(max_bytes, **slow)
     broken(monkeypatch)
     try:
