@@ -20,6 +20,13 @@ logger = logging.getLogger("megatrain_nb")
 on_compile: list[Callable[[str], None]] = []
 """Called with one line of text when a kernel is compiled, not when it is loaded."""
 
+_OPTIONS = {
+    "nogil": True,
+    "fastmath": False,
+    "error_model": "numpy",
+    "boundscheck": False,
+}
+
 _lock = threading.Lock()
 
 
@@ -38,12 +45,20 @@ def kernel(function: Function) -> Function:
     any ``kernels.py`` of this package is an edit of every kernel, since kernels may
     call each other across files.
     """
-    compiled = _numba().njit(
-        nogil=True, fastmath=False, error_model="numpy", boundscheck=False
-    )(function)
+    compiled = _numba().njit(**_OPTIONS)(function)
     if compiled is not function:
         _listen()
         _keep(compiled)
+    return cast("Function", compiled)
+
+
+def inlined(function: Function) -> Function:
+    """Compile a part of kernels, written out wherever one calls it.
+
+    For what runs for some hundred elements: a call costs as much as its work, since
+    each array is seven arguments.
+    """
+    compiled = _numba().njit(forceinline=True, **_OPTIONS)(function)
     return cast("Function", compiled)
 
 

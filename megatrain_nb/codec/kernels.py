@@ -100,6 +100,21 @@ def store(array: F32 | Split, i: int, value: np.float32) -> None:
         array[i] = value
 
 
+def window(array: Floats, start: int, stop: int) -> Floats:
+    """Return a view of some numbers."""
+    part = slice(start, stop)
+    return array.part(part) if isinstance(array, Split) else array[part]
+
+
+@overload(window, strict=False)
+def _compiled_window(array: Any, start: Any, stop: Any) -> Any:  # noqa: ARG001
+    if _is_split(array):
+        return lambda array, start, stop: Split(
+            array.hi[start:stop], array.lo[start:stop]
+        )
+    return lambda array, start, stop: array[start:stop]
+
+
 @overload(load, strict=False)
 def _compiled_load(array: Any, i: Any) -> Any:  # noqa: ARG001
     if _is_split(array):

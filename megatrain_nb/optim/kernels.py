@@ -30,13 +30,21 @@ from numba import types
 from numba.core import codegen
 from numba.extending import intrinsic, overload
 
-from megatrain_nb.codec.kernels import load, store
-from megatrain_nb.jit import kernel
+from megatrain_nb.codec.base import BLOCK
+from megatrain_nb.codec.kernels import load, store, window
+from megatrain_nb.codec.quantised.kernels import (
+    decode_block,
+    encode_block,
+    make_scratch,
+)
+from megatrain_nb.jit import inlined, kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from megatrain_nb.codec.kernels import Floats
+    from megatrain_nb.codec.quantised.blocks import Planes
+    from megatrain_nb.codec.quantised.kernels import Counter, Scratch
     from megatrain_nb.codec.split import Split
     from megatrain_nb.optim.config import Scalars
 
@@ -141,3 +149,63 @@ def adamw(
         v = fma(exp_avg_sq[i], scalars.beta2, scalars.one_minus_beta2 * g * g)
         store(master, i, _second_half(p, m, v, scalars))
         exp_avg[i], exp_avg_sq[i] = m, v
+
+
+@inlined
+def _update_block(
+    master: Array | Split, grad: Floats, s: Scratch, size: int, x: Scalars
+) -> None:
+    """AdamW on the moments in the scratch."""
+    correction = np.float32(np.float32(1) / x.bias_correction2_sqrt)
+    for i in range(size):
+        p, m, g = _first_half(load(master, i), s.m[i], load(grad, i), x.lerp, x)
+        v = fma(x.one_minus_beta2 * g, g, s.v[i] * x.beta2)
+        denom = np.sqrt(v) * correction + x.eps
+        store(master, i, np.float32(p + x.minus_step_size * m / denom))
+        s.m[i], s.v[i] = m, v
+
+
+@kernel
+def adamw_encoded(
+    master: Array | Split,
+    planes: Planes,
+    grad: Floats,
+    scalars: Scalars,
+    counter: Counter,
+) -> None:
+    """Decode the moments, update, encode them again, block by block.
+
+    The numbers of decoding, `adamw` and encoding, but for the last bit: the division
+    by the bias correction is a multiplication here, and there is no tail.
+
+    Parameters
+    ----------
+    master : float32, shape (N,), C-contiguous, or `Split` of N
+        Overwritten.
+    planes
+        The encoded moments; overwritten.
+    grad : float32 or uint16 (the bits of bf16), shape (N,), C-contiguous
+        Only read.
+    scalars
+        From ``AdamWConfig.scalars``.
+    counter
+        Of the first block.
+    """
+    scratch = make_scratch()
+    whole = grad.size // BLOCK
+    for block in range(whole):
+        b, start = np.uintp(block), np.uintp(block * BLOCK)
+        stop = np.uintp(start + np.uintp(BLOCK))
+        decode_block(planes, b, scratch)
+        here = window(master, start, stop)
+        _update_block(here, window(grad, start, stop), scratch, BLOCK, scalars)
+        encode_block(planes, b, scratch, counter)
+    rest = grad.size - whole * BLOCK
+    if rest:
+        b, start, stop = np.uintp(whole), whole * BLOCK, grad.size
+        decode_block(planes, b, scratch)
+        here = window(master, start, stop)
+        _update_block(here, window(grad, start, stop), scratch, rest, scalars)
+        for i in range(rest, BLOCK):
+            scratch.m[i], scratch.v[i] = np.float32(0), np.float32(0)
+        encode_block(planes, b, scratch, counter)
