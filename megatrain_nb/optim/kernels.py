@@ -32,9 +32,14 @@ from numba.extending import intrinsic, overload
 
 from megatrain_nb.codec.base import BLOCK
 from megatrain_nb.codec.kernels import load, store, window
+from megatrain_nb.codec.quantised.blocks import HALF
 from megatrain_nb.codec.quantised.kernels import (
-    decode_block,
-    encode_block,
+    begin_decode,
+    begin_encode,
+    decode,
+    encode,
+    end_encode,
+    magnitude,
     make_scratch,
 )
 from megatrain_nb.jit import inlined, kernel
@@ -152,17 +157,57 @@ def adamw(
 
 
 @inlined
+def _moments(
+    p: np.float32, m: np.float32, v: np.float32, g: np.float32, x: Scalars
+) -> tuple[np.float32, np.float32]:
+    _, m, g = _first_half(p, m, g, x.lerp, x)
+    return m, fma(x.one_minus_beta2 * g, g, v * x.beta2)
+
+
+@inlined
+def _param(
+    p: np.float32, m: np.float32, v: np.float32, correction: np.float32, x: Scalars
+) -> np.float32:
+    denom = np.sqrt(v) * correction + x.eps
+    return np.float32(p * x.decay + x.minus_step_size * m / denom)
+
+
+@inlined
 def _update_block(
-    master: Array | Split, grad: Floats, s: Scratch, size: int, x: Scalars
+    master: Array | Split,
+    planes: Planes,
+    grad: Floats,
+    b: int,
+    size: int,
+    s: Scratch,
+    x: Scalars,
+    counter: Counter,
 ) -> None:
-    """AdamW on the moments in the scratch."""
+    """Update one block. Roots and divisions are where the integers' work hides them."""
+    header = begin_decode(planes, b, s)
+    largest = np.uint32(0)
+    for i in range(HALF):
+        j = i + HALF
+        m_0, m_1, v_0, v_1 = decode(planes, b, s, header, i)
+        p_0, p_1 = load(master, i), load(master, j)
+        m_0, v_0 = _moments(p_0, m_0, v_0, load(grad, i), x)
+        m_1, v_1 = _moments(p_1, m_1, v_1, load(grad, j), x)
+        s.m[i], s.m[j], s.v[i], s.v[j] = m_0, m_1, v_0, v_1
+        bits_0, bits_1 = magnitude(m_0), magnitude(m_1)
+        bits = bits_0 if bits_0 > bits_1 else bits_1
+        largest = bits if bits > largest else largest
+    for i in range(size, BLOCK):
+        s.m[i], s.v[i] = np.float32(0), np.float32(0)
+    state = begin_encode(planes, largest)
+    block, top = np.uint32(counter.block + np.uint32(b)), np.uint32(0)
     correction = np.float32(np.float32(1) / x.bias_correction2_sqrt)
-    for i in range(size):
-        p, m, g = _first_half(load(master, i), s.m[i], load(grad, i), x.lerp, x)
-        v = fma(x.one_minus_beta2 * g, g, s.v[i] * x.beta2)
-        denom = np.sqrt(v) * correction + x.eps
-        store(master, i, np.float32(p + x.minus_step_size * m / denom))
-        s.m[i], s.v[i] = m, v
+    for i in range(HALF):
+        j = i + HALF
+        store(master, i, _param(load(master, i), s.m[i], s.v[i], correction, x))
+        store(master, j, _param(load(master, j), s.m[j], s.v[j], correction, x))
+        level = encode(planes, s, state, i, block, counter)
+        top = level if level > top else top
+    end_encode(planes, b, s, state, top)
 
 
 @kernel
@@ -191,21 +236,23 @@ def adamw_encoded(
     counter
         Of the first block.
     """
-    scratch = make_scratch()
+    s = make_scratch()
     whole = grad.size // BLOCK
     for block in range(whole):
         b, start = np.uintp(block), np.uintp(block * BLOCK)
         stop = np.uintp(start + np.uintp(BLOCK))
-        decode_block(planes, b, scratch)
+        part = window(grad, start, stop)
         here = window(master, start, stop)
-        _update_block(here, window(grad, start, stop), scratch, BLOCK, scalars)
-        encode_block(planes, b, scratch, counter)
-    rest = grad.size - whole * BLOCK
+        _update_block(here, planes, part, b, BLOCK, s, scalars, counter)
+    start = whole * BLOCK
+    rest = grad.size - start
     if rest:
-        b, start, stop = np.uintp(whole), whole * BLOCK, grad.size
-        decode_block(planes, b, scratch)
-        here = window(master, start, stop)
-        _update_block(here, window(grad, start, stop), scratch, rest, scalars)
-        for i in range(rest, BLOCK):
-            scratch.m[i], scratch.v[i] = np.float32(0), np.float32(0)
-        encode_block(planes, b, scratch, counter)
+        param, part = s.param, s.grad
+        for i in range(BLOCK):
+            param[i], part[i] = np.float32(0), np.float32(0)
+        for i in range(rest):
+            param[i], part[i] = load(master, start + i), load(grad, start + i)
+        b = np.uintp(whole)
+        _update_block(param, planes, part, b, rest, s, scalars, counter)
+        for i in range(rest):
+            store(master, start + i, param[i])

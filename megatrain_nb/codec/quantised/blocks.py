@@ -16,10 +16,10 @@ the two low bits of all codes come first, then the high bits, eight to a byte.
 
 [Note: dither]
 Elements i and i + 64 of a block share one 32-bit hash of the block's number, i, step and
-seed: 16 bits each for v, and of these the lower 8 again for m. v's rounding hangs on its
-upper bits but for one case in 256, so the two are as good as independent. Rounding adds
-the middle of one of the 2**16 (2**8) equal parts of a unit: no number is rounded always
-up, and a number that needs no rounding stays.
+seed. To drop `shift` bits of v (below), the first takes the lowest `shift` bits and the
+other the highest. They overlap, but what is high in one is low in the other, and rounding
+hangs on the high bits: they are as good as independent. m takes the 8 lowest bits of the
+same dither, for the same reason. Nothing that needs no rounding is moved.
 
 [Note: v]
 v must follow increments of 0.1 % and less (1 - beta2), which rounding to nearest loses,
@@ -30,7 +30,7 @@ counts these downwards from the largest of the block. What is too small for that
 of the largest with 4 bits) is stored as the smallest that there is: updates get shorter
 by it, never longer.
 
-The bits of a float, read as an integer, count the floats. Adding a dither below
+The bits of a float, read as an integer, count the floats. Adding any of the numbers below
 ``1 << shift`` and dropping `shift` bits rounds to one of two neighbours whose distance is
 linear in the number: without bias. At shift 24 the neighbours are 1 and 4, and the bits
 are not linear between; there the dither is spread so that the mean is right again.
@@ -61,7 +61,7 @@ LARGEST_V = u4(0x7F000000)
 SMALLEST_SCALE = np.float32(2.0**-100)
 """A block of m with a smaller scale is all zeros; 1 / scale stays finite."""
 LARGEST = u4(0x7F7FFFFF)
-SPREAD = (np.float32(3 * 2.0**-16), np.float32(1 + 1.5 * 2.0**-16))
+SPREAD = (np.float32(3 * 2.0**-24), np.float32(1 + 2.0**-23))
 MULTIPLY_1, MULTIPLY_2 = u4(0x7FEB352D), u4(0x846CA68B)
 
 
@@ -189,19 +189,23 @@ def key_words(key: Key) -> tuple[np.uint32, np.uint32]:
 
 
 def dither(key: Key, blocks: int) -> U32:
-    """Return 16 random bits for each element, shape (blocks, 128).
+    """Return a hash for elements i and i + 64 of each block, shape (blocks, 64).
 
-    The hash is lowbias32 (Wellons, 2018) with the key's second word inside.
+    Two rounds of multiplication and xor-shift (Wellons, 2018), a word of the key before
+    each; see [Note: dither].
     """
     word_1, word_2 = key_words(key)
     first = key.first // BLOCK
     block = np.arange(first, first + blocks, dtype=np.uint64).astype(np.uint32)
     x = block[:, None] * u4(HALF) + np.arange(HALF, dtype=np.uint32)
-    x = x ^ word_1
-    x = (x ^ x >> u4(16)) * MULTIPLY_1
+    x = (x ^ word_1) * MULTIPLY_1
     x = ((x ^ x >> u4(15)) + word_2) * MULTIPLY_2
-    x = x ^ x >> u4(16)
-    return np.hstack([x & u4(0xFFFF), x >> u4(16)])
+    return x ^ x >> u4(16)
+
+
+def m_noise(noise: U32) -> U32:
+    """Return 8 bits for each element, shape (B, 128)."""
+    return np.hstack([noise & u4(0xFF), noise >> u4(9) & u4(0xFF)])
 
 
 # ---------------------------------------------------------------------- v
@@ -209,12 +213,14 @@ def dither(key: Key, blocks: int) -> U32:
 
 def quantise_v(v: F32, noise: U32, bits: int, shift: int) -> tuple[U32, U8]:
     """Return codes (B, 128) and tops (B,) of v, see [Note: v]."""
-    pattern = np.minimum(v.view(np.uint32) & u4(0x7FFFFFFF), LARGEST_V)
+    pattern = np.minimum(v.view(np.uint32), LARGEST_V)
     level = (pattern + _spread(noise, shift)) >> u4(shift)
-    level = np.maximum(level, u4(max(1, 1 << 23 >> shift)))
     fine = max(0, 23 - shift)  # bits of a level below the exponent
-    top = level.max(axis=1) >> u4(fine)
-    return np.minimum(_first(top, fine) - level, u4(2**bits - 1)), top.astype(np.uint8)
+    least = u4(max(1, 1 << 23 >> shift))
+    top = np.maximum(level.max(axis=1), least) >> u4(fine)
+    first = _first(top, fine)
+    codes = np.minimum(first - level, np.minimum(first - least, u4(2**bits - 1)))
+    return codes, top.astype(np.uint8)
 
 
 def restore_v(codes: U32, top: U8, shift: int) -> F32:
@@ -230,11 +236,13 @@ def _first(top: U32, fine: int) -> U32:
 
 def _spread(noise: U32, shift: int) -> U32:
     """Return what to add to a pattern before `shift` bits are dropped."""
+    low, high = noise & u4((1 << shift) - 1), noise >> u4(32 - shift)
+    random = np.hstack([low, high])
     if shift <= 23:
-        return noise << u4(shift - 16) | u4(1 << (shift - 17))
+        return random
     # Up from 1 to 4 if the number is at least 1 + 3 u: compare patterns.
     scale, offset = SPREAD
-    at_least = (noise.astype(np.float32) * scale + offset).view(np.uint32)
+    at_least = (random.astype(np.float32) * scale + offset).view(np.uint32)
     return u4(0x3F800000 + (1 << 24)) - at_least
 
 

@@ -59,6 +59,8 @@ class Scratch(NamedTuple):
 
     m: NDArray[np.float32]
     v: NDArray[np.float32]
+    param: NDArray[np.float32]
+    grad: NDArray[np.float32]
     m_code: NDArray[np.uint32]
     v_code: NDArray[np.uint32]
     noise: NDArray[np.uint32]
@@ -78,7 +80,7 @@ def make_scratch() -> Scratch:
 
     So LLVM knows that it overlaps with no array, and need not ask in every loop.
     """
-    floats, codes = np.zeros((2, BLOCK), np.float32), np.zeros((3, BLOCK), np.uint32)
+    floats, codes = np.zeros((4, BLOCK), np.float32), np.zeros((3, BLOCK), np.uint32)
     return Scratch(*floats, *codes, np.zeros(BLOCK, np.int32))
 
 
@@ -100,6 +102,8 @@ def _compiled_scratch() -> Any:
     return lambda: Scratch(
         carray(_stack(f4), BLOCK),
         carray(_stack(f4), BLOCK),
+        carray(_stack(f4), BLOCK),
+        carray(_stack(f4), BLOCK),
         carray(_stack(u4), BLOCK),
         carray(_stack(u4), BLOCK),
         carray(_stack(u4), BLOCK),
@@ -118,32 +122,28 @@ def make_counter(key: Key) -> Counter:
 @inlined
 def _hash(block: np.uint32, i: int, counter: Counter) -> np.uint32:
     x = u4(u4(block * u4(HALF)) + u4(i))
-    x = u4(x ^ counter.word_1)
-    x = u4(u4(x ^ u4(x >> u4(16))) * MULTIPLY_1)
+    x = u4(u4(x ^ counter.word_1) * MULTIPLY_1)
     x = u4(u4(u4(x ^ u4(x >> u4(15))) + counter.word_2) * MULTIPLY_2)
     return u4(x ^ u4(x >> u4(16)))
 
 
 @inlined
-def _magnitude(value: np.float32) -> np.uint32:
+def magnitude(value: np.float32) -> np.uint32:
+    """Return the pattern without the sign: it sorts as the magnitude does."""
     return u4(to_bits(value) & _SIGNLESS)
 
 
 @inlined
-def _largest(m: NDArray[np.float32]) -> np.float32:
-    top = u4(0)
-    for i in range(BLOCK):
-        bits = _magnitude(m[i])
-        top = bits if bits > top else top
-    return to_float(top if top < LARGEST else LARGEST)
+def _to_largest(bits: np.uint32) -> np.float32:
+    return to_float(bits if bits < LARGEST else LARGEST)
 
 
 class _V(NamedTuple):
     """How a codec stores v: numbers that its kernels are compiled with."""
 
     shift: np.uint32
-    left: np.uint32
-    half: np.uint32
+    mask: np.uint32
+    down: np.uint32
     least: np.uint32
     most: np.uint32
     fine: np.uint32
@@ -154,8 +154,8 @@ def _v_of(codec: BlockCodec) -> _V:
     fine = max(0, 23 - codec.shift)
     return _V(
         shift=u4(codec.shift),
-        left=u4(codec.shift - 16),
-        half=u4(1 << (codec.shift - 17)),
+        mask=u4((1 << codec.shift) - 1),
+        down=u4(32 - codec.shift),
         least=u4(max(1, 1 << 23 >> codec.shift)),
         most=u4(2**codec.bits - 1),
         fine=u4(fine),
@@ -164,16 +164,33 @@ def _v_of(codec: BlockCodec) -> _V:
 
 
 @inlined
-def _level(v: np.float32, noise: np.uint32, x: _V) -> np.uint32:
-    bits = _magnitude(v)
+def _level(v: np.float32, random: np.uint32, x: _V) -> np.uint32:
+    bits = to_bits(v)
     bits = bits if bits < LARGEST_V else LARGEST_V
     if x.shift == 24:
-        at_least = to_bits(f4(f4(f4(i4(noise)) * _SPREAD_SCALE) + _SPREAD_OFFSET))
-        bits = u4(bits + u4(u4(0x40800000) - at_least))
-    else:
-        bits = u4(bits + u4(u4(noise << x.left) | x.half))
-    level = u4(bits >> x.shift)
-    return level if level > x.least else x.least
+        at_least = to_bits(f4(f4(f4(i4(random)) * _SPREAD_SCALE) + _SPREAD_OFFSET))
+        random = u4(u4(0x40800000) - at_least)
+    return u4(u4(bits + random) >> x.shift)
+
+
+@inlined
+def _put_levels(s: Scratch, i: int, noise: np.uint32, x: _V) -> np.uint32:
+    """Put the levels of v for i and i + 64; return the larger."""
+    level_0 = _level(s.v[i], u4(noise & x.mask), x)
+    level_1 = _level(s.v[i + HALF], u4(noise >> x.down), x)
+    s.v_code[i], s.v_code[i + HALF] = level_0, level_1
+    return level_0 if level_0 > level_1 else level_1
+
+
+@inlined
+def _top(level: np.uint32, x: _V) -> np.uint32:
+    return u4((level if level > x.least else x.least) >> x.fine)
+
+
+@inlined
+def _most(first: np.uint32, x: _V) -> np.uint32:
+    most = u4(first - x.least)
+    return most if most < x.most else x.most
 
 
 @inlined
@@ -182,72 +199,89 @@ def _first(top: np.uint32, x: _V) -> np.uint32:
 
 
 @inlined
-def _code(first: np.uint32, level: np.uint32, x: _V) -> np.uint32:
+def _code(first: np.uint32, level: np.uint32, most: np.uint32) -> np.uint32:
     code = u4(first - level)
-    return code if code < x.most else x.most
+    return code if code < most else most
+
+
+class _BlockKernels(NamedTuple):
+    """What a codec is, compiled; see the functions of these names at the end."""
+
+    begin_decode: Any
+    decode: Any
+    begin_encode: Any
+    encode: Any
+    end_encode: Any
 
 
 # ------------------------------------------------------------ 8 and 4 bits
 
 
-def _linear_kernels(codec: Linear) -> tuple[Any, Any]:
-    """Return kernels that decode and encode one block."""
+def _linear_kernels(codec: Linear) -> _BlockKernels:
     x, bits = _v_of(codec), codec.bits
     steps = f4(2 ** (bits - 1) - 1)
     zero, last = f4(steps + 1), f4(2 * steps + 1)
-    middle = f4(zero + 2.0**-9)
+    # A float from `zero` to `zero` + 1 with 8 random bits behind the point, and a half.
+    fraction = 24 - bits
+    pattern = u4(int(to_bits(zero)) | 1 << (fraction - 9))
+    random_bits = u4(0xFF << (fraction - 8))
+    left = u4(fraction - 8)
 
     @inlined
-    def decode(planes: Planes, b: int, s: Scratch) -> None:
+    def begin_decode(planes: Planes, b: int, s: Scratch) -> Any:
         step = to_float(u4(u4(planes.scale[b]) << u4(16)))
-        first = _first(u4(planes.top[b]), x)
-        for i in range(HALF):
-            if bits == 4:
-                m_0, v_0 = u4(planes.m[b, i]), u4(planes.v[b, i])
-                m_1, v_1 = u4(m_0 >> u4(4)), u4(v_0 >> u4(4))
-                m_0, v_0 = u4(m_0 & u4(15)), u4(v_0 & u4(15))
-            else:
-                m_0, v_0 = u4(planes.m[b, i]), u4(planes.v[b, i])
-                m_1, v_1 = u4(planes.m[b, i + HALF]), u4(planes.v[b, i + HALF])
-            s.m[i] = f4(f4(f4(i4(m_0)) - zero) * step)
-            s.m[i + HALF] = f4(f4(f4(i4(m_1)) - zero) * step)
-            s.v[i] = to_float(u4(u4(first - v_0) << x.shift))
-            s.v[i + HALF] = to_float(u4(u4(first - v_1) << x.shift))
+        return step, _first(u4(planes.top[b]), x)
 
     @inlined
-    def place(m: np.float32, inverse: np.float32, noise: np.uint32) -> np.uint32:
-        part = f4(f4(i4(u4(noise & u4(0xFF)))) * f4(2.0**-8))
-        place = f4(f4(m * inverse) + f4(part + middle))
+    def decode(planes: Planes, b: int, s: Scratch, header: Any, i: int) -> Any:
+        step, first = header
+        m_0, v_0 = u4(planes.m[b, i]), u4(planes.v[b, i])
+        if bits == 4:
+            m_1, v_1 = u4(m_0 >> u4(4)), u4(v_0 >> u4(4))
+            m_0, v_0 = u4(m_0 & u4(15)), u4(v_0 & u4(15))
+        else:
+            m_1, v_1 = u4(planes.m[b, i + HALF]), u4(planes.v[b, i + HALF])
+        return (
+            f4(f4(f4(i4(m_0)) - zero) * step),
+            f4(f4(f4(i4(m_1)) - zero) * step),
+            to_float(u4(u4(first - v_0) << x.shift)),
+            to_float(u4(u4(first - v_1) << x.shift)),
+        )
+
+    @inlined
+    def begin_encode(largest: np.uint32) -> Any:
+        scale = u4(to_bits(f4(_to_largest(largest) / steps)) >> u4(16))
+        step = to_float(u4(scale << u4(16)))
+        if step < SMALLEST_SCALE:
+            return u4(0), f4(0)
+        return scale, f4(f4(1) / step)
+
+    @inlined
+    def place(m: np.float32, inverse: np.float32, random: np.uint32) -> np.uint32:
+        part = to_float(u4(u4(random & random_bits) | pattern))
+        place = f4(f4(m * inverse) + part)
         place = place if place > f4(1) else f4(1)
         return u4(i4(place if place < last else last))
 
     @inlined
-    def encode(planes: Planes, b: int, s: Scratch, counter: Counter) -> None:
-        scale = u4(to_bits(f4(_largest(s.m) / steps)) >> u4(16))
-        step = to_float(u4(scale << u4(16)))
-        if step < SMALLEST_SCALE:
-            scale, inverse = u4(0), f4(0)
-        else:
-            inverse = f4(f4(1) / step)
-        block, top = u4(counter.block + u4(b)), u4(0)
-        for i in range(HALF):
-            noise = _hash(block, i, counter)
-            upper = u4(noise >> u4(16))
-            noise = u4(noise & u4(0xFFFF))
-            s.m_code[i] = place(s.m[i], inverse, noise)
-            s.m_code[i + HALF] = place(s.m[i + HALF], inverse, upper)
-            level_0 = _level(s.v[i], noise, x)
-            level_1 = _level(s.v[i + HALF], upper, x)
-            s.v_code[i], s.v_code[i + HALF] = level_0, level_1
-            level = level_0 if level_0 > level_1 else level_1
-            top = level if level > top else top
-        top = u4(top >> x.fine)
+    def encode(s: Scratch, state: Any, i: int, block: Any, counter: Counter) -> Any:
+        noise = _hash(block, i, counter)
+        inverse = state[1]
+        s.m_code[i] = place(s.m[i], inverse, u4(noise << left))
+        other = u4(u4(noise >> u4(9)) << left)
+        s.m_code[i + HALF] = place(s.m[i + HALF], inverse, other)
+        return _put_levels(s, i, noise, x)
+
+    @inlined
+    def end_encode(planes: Planes, b: int, s: Scratch, state: Any, level: Any) -> None:
+        top = _top(level, x)
+        planes.scale[b], planes.top[b] = np.uint16(state[0]), u1(top)
         first = _first(top, x)
-        planes.scale[b], planes.top[b] = np.uint16(scale), u1(top)
+        most = _most(first, x)
         for i in range(HALF):
             m_0, m_1 = s.m_code[i], s.m_code[i + HALF]
-            v_0 = _code(first, s.v_code[i], x)
-            v_1 = _code(first, s.v_code[i + HALF], x)
+            v_0 = _code(first, s.v_code[i], most)
+            v_1 = _code(first, s.v_code[i + HALF], most)
             if bits == 4:
                 planes.m[b, i] = u1(m_0 | u4(m_1 << u4(4)))
                 planes.v[b, i] = u1(v_0 | u4(v_1 << u4(4)))
@@ -255,7 +289,7 @@ def _linear_kernels(codec: Linear) -> tuple[Any, Any]:
                 planes.m[b, i], planes.m[b, i + HALF] = u1(m_0), u1(m_1)
                 planes.v[b, i], planes.v[b, i + HALF] = u1(v_0), u1(v_1)
 
-    return decode, encode
+    return _BlockKernels(begin_decode, decode, begin_encode, encode, end_encode)
 
 
 # ------------------------------------------------------------ 3 and 2 bits
@@ -297,8 +331,7 @@ def _pack_high(codes: NDArray[np.uint32], row: NDArray[np.uint8], b: int) -> Non
         row[b, 32 + i] = u1(byte)
 
 
-def _projected_kernels(codec: Projected) -> tuple[Any, Any]:
-    """Return kernels that decode and encode one block."""
+def _projected_kernels(codec: Projected) -> _BlockKernels:
     x, three_bits = _v_of(codec), codec.bits == 3
     doubling = u4(codec.shift - 23)
     levels, levels_f4 = i4(codec.levels), f4(codec.levels)
@@ -310,48 +343,57 @@ def _projected_kernels(codec: Projected) -> tuple[Any, Any]:
     offset = f4((1 - codec.width) / 2 + codec.width / 512)
 
     @inlined
-    def decode(planes: Planes, b: int, s: Scratch) -> None:
+    def begin_decode(planes: Planes, b: int, s: Scratch) -> Any:
         _unpack_2(planes.m, b, s.m_code)
         _unpack_2(planes.v, b, s.v_code)
         if three_bits:
             _unpack_high(planes.m, b, s.m_code)
             _unpack_high(planes.v, b, s.v_code)
         step = to_float(u4(u4(planes.scale[b]) << u4(16)))
-        first = _first(u4(planes.top[b]), x)
-        for i in range(BLOCK):
-            code = s.v_code[i]
-            s.v[i] = to_float(u4(u4(first - code) << x.shift))
-            level = f4(i4(i4(s.m_code[i]) - levels))
-            octaves = u4(u4(code << doubling) >> u4(1))
-            inverse_root = to_float(u4(u4(u4(127) - octaves) << u4(23)))
-            s.m[i] = f4(f4(level * step) * inverse_root)
+        return step, _first(u4(planes.top[b]), x)
 
     @inlined
-    def encode_v(s: Scratch, block: np.uint32, counter: Counter) -> np.uint32:
-        """Put noise, then the codes of v; return the top."""
-        top = u4(0)
-        for i in range(HALF):
-            noise = _hash(block, i, counter)
-            s.noise[i], s.noise[i + HALF] = u4(noise & u4(0xFFFF)), u4(noise >> u4(16))
-        for i in range(BLOCK):
-            level = _level(s.v[i], s.noise[i], x)
-            s.v_code[i] = level
-            top = level if level > top else top
-        return u4(top >> x.fine)
+    def restore_m(code: np.uint32, v_code: np.uint32, step: np.float32) -> np.float32:
+        level = f4(i4(i4(code) - levels))
+        octaves = u4(u4(v_code << doubling) >> u4(1))
+        inverse_root = to_float(u4(u4(u4(127) - octaves) << u4(23)))
+        return f4(f4(level * step) * inverse_root)
+
+    @inlined
+    def decode(planes: Planes, b: int, s: Scratch, header: Any, i: int) -> Any:
+        step, first = header
+        v_0, v_1 = s.v_code[i], s.v_code[i + HALF]
+        return (
+            restore_m(s.m_code[i], v_0, step),
+            restore_m(s.m_code[i + HALF], v_1, step),
+            to_float(u4(u4(first - v_0) << x.shift)),
+            to_float(u4(u4(first - v_1) << x.shift)),
+        )
+
+    @inlined
+    def begin_encode(largest: np.uint32) -> Any:
+        return u4(0), f4(0)
+
+    @inlined
+    def encode(s: Scratch, state: Any, i: int, block: Any, counter: Counter) -> Any:
+        noise = _hash(block, i, counter)
+        s.noise[i] = u4(noise & u4(0xFF))
+        s.noise[i + HALF] = u4(u4(noise >> u4(9)) & u4(0xFF))
+        return _put_levels(s, i, noise, x)
 
     @inlined
     def even_out(s: Scratch, first: np.uint32) -> np.float32:
         """Put v's codes, m times the root of v's decay; return the largest."""
-        top = u4(0)
+        top, most = u4(0), _most(first, x)
         for i in range(BLOCK):
-            code = _code(first, s.v_code[i], x)
+            code = _code(first, s.v_code[i], most)
             s.v_code[i] = code
             octaves = u4(u4(code << doubling) >> u4(1))
             m = f4(s.m[i] * to_float(u4(u4(octaves + u4(127)) << u4(23))))
             s.m[i] = m
-            bits = _magnitude(m)
+            bits = magnitude(m)
             top = bits if bits > top else top
-        return to_float(top if top < LARGEST else LARGEST)
+        return _to_largest(top)
 
     @inlined
     def encode_m(s: Scratch, top: np.float32) -> np.uint16:
@@ -359,7 +401,7 @@ def _projected_kernels(codec: Projected) -> tuple[Any, Any]:
         to_size = f4(unit / top) if top >= SMALLEST_SCALE else f4(0)
         total, far = i4(0), i4(0)
         for i in range(BLOCK):
-            place = f4(f4(to_float(_magnitude(s.m[i])) * to_size) + f4(0.5))
+            place = f4(f4(to_float(magnitude(s.m[i])) * to_size) + f4(0.5))
             size = i4(place if place < unit else unit)
             s.size[i] = size
             total = i4(total + size)
@@ -375,7 +417,7 @@ def _projected_kernels(codec: Projected) -> tuple[Any, Any]:
             times, least = slope, offset
         along, square = i4(0), i4(0)
         for i in range(BLOCK):
-            part = f4(f4(f4(i4(u4(s.noise[i] & u4(0xFF)))) * times) + least)
+            part = f4(f4(f4(i4(s.noise[i])) * times) + least)
             place = f4(f4(f4(s.size[i]) * per_step) + part)
             code = i4(place if place < levels_f4 else levels_f4)
             along = i4(along + i4(code * s.size[i]))
@@ -392,8 +434,8 @@ def _projected_kernels(codec: Projected) -> tuple[Any, Any]:
         return np.uint16(to_bits(scale) >> u4(16))
 
     @inlined
-    def encode(planes: Planes, b: int, s: Scratch, counter: Counter) -> None:
-        top = encode_v(s, u4(counter.block + u4(b)), counter)
+    def end_encode(planes: Planes, b: int, s: Scratch, state: Any, level: Any) -> None:
+        top = _top(level, x)
         planes.top[b] = u1(top)
         largest = even_out(s, _first(top, x))
         planes.scale[b] = encode_m(s, largest)
@@ -403,7 +445,7 @@ def _projected_kernels(codec: Projected) -> tuple[Any, Any]:
             _pack_high(s.m_code, planes.m, b)
             _pack_high(s.v_code, planes.v, b)
 
-    return decode, encode
+    return _BlockKernels(begin_decode, decode, begin_encode, encode, end_encode)
 
 
 # ---------------------------------------------------------------- dispatch
@@ -416,26 +458,65 @@ _KERNELS = {
 }
 
 
-def decode_block(planes: Planes, b: int, s: Scratch) -> None:
-    """Put the moments of block b in the scratch."""
-    _KERNELS[type(planes)][0](planes, b, s)
+def begin_decode(planes: Planes, b: int, s: Scratch) -> Any:
+    """Prepare block b; return what `decode` needs of it."""
+    return _KERNELS[type(planes)].begin_decode(planes, b, s)
 
 
-def encode_block(planes: Planes, b: int, s: Scratch, counter: Counter) -> None:
-    """Store the moments that are in the scratch, as block b.
+def decode(planes: Planes, b: int, s: Scratch, header: Any, i: int) -> Any:
+    """Return m of elements i and i + 64, then v of both."""
+    return _KERNELS[type(planes)].decode(planes, b, s, header, i)
 
-    Of the scratch nothing remains. `counter` is that of block 0 of `planes`.
+
+def begin_encode(planes: Planes, largest: np.uint32) -> Any:
+    """Return what `encode` needs; ``largest`` is of all `magnitude` of m."""
+    return _KERNELS[type(planes)].begin_encode(largest)
+
+
+def encode(
+    planes: Planes, s: Scratch, state: Any, i: int, block: np.uint32, counter: Counter
+) -> np.uint32:
+    """Encode what does not depend on other elements, for i and i + 64 in the scratch.
+
+    Returns a level, whose maximum over all i `end_encode` needs.
     """
-    _KERNELS[type(planes)][1](planes, b, s, counter)
+    return _KERNELS[type(planes)].encode(s, state, i, block, counter)
 
 
-@overload(decode_block, strict=False)
-def _compiled_decode(planes: Any, b: Any, s: Any) -> Any:  # noqa: ARG001
-    decode, _ = _KERNELS[planes.instance_class]
-    return lambda planes, b, s: decode(planes, b, s)
+def end_encode(planes: Planes, b: int, s: Scratch, state: Any, level: Any) -> None:
+    """Encode the rest and store it as block b."""
+    _KERNELS[type(planes)].end_encode(planes, b, s, state, level)
 
 
-@overload(encode_block, strict=False)
-def _compiled_encode(planes: Any, b: Any, s: Any, counter: Any) -> Any:  # noqa: ARG001
-    _, encode = _KERNELS[planes.instance_class]
-    return lambda planes, b, s, counter: encode(planes, b, s, counter)
+def _kernels_of(planes: Any) -> _BlockKernels:
+    return _KERNELS[planes.instance_class]
+
+
+@overload(begin_decode, strict=False)
+def _begin_decode(planes: Any, b: Any, s: Any) -> Any:  # noqa: ARG001
+    run = _kernels_of(planes).begin_decode
+    return lambda planes, b, s: run(planes, b, s)
+
+
+@overload(decode, strict=False)
+def _decode(planes: Any, b: Any, s: Any, header: Any, i: Any) -> Any:  # noqa: ARG001
+    run = _kernels_of(planes).decode
+    return lambda planes, b, s, header, i: run(planes, b, s, header, i)
+
+
+@overload(begin_encode, strict=False)
+def _begin_encode(planes: Any, largest: Any) -> Any:  # noqa: ARG001
+    run = _kernels_of(planes).begin_encode
+    return lambda planes, largest: run(largest)
+
+
+@overload(encode, strict=False)
+def _encode(planes: Any, s: Any, state: Any, i: Any, block: Any, counter: Any) -> Any:  # noqa: ARG001
+    run = _kernels_of(planes).encode
+    return lambda planes, s, state, i, block, counter: run(s, state, i, block, counter)
+
+
+@overload(end_encode, strict=False)
+def _end_encode(planes: Any, b: Any, s: Any, state: Any, level: Any) -> Any:  # noqa: ARG001
+    run = _kernels_of(planes).end_encode
+    return lambda planes, b, s, state, level: run(planes, b, s, state, level)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy import uint32 as u4
 
 from megatrain_nb.codec.quantised.blocks import (
     SMALLEST_SCALE,
@@ -20,6 +19,7 @@ from megatrain_nb.codec.quantised.blocks import (
     bf16_down,
     from_bf16,
     largest,
+    m_noise,
 )
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Linear(BlockCodec):
         inverse = np.divide(
             np.float32(1), step, where=step > 0, out=np.zeros_like(step)
         )
-        part = (noise & u4(0xFF)).astype(np.float32) * np.float32(2.0**-8)
+        part = m_noise(noise).astype(np.float32) * np.float32(2.0**-8)
         place = m * inverse[:, None] + (part + np.float32(steps + 1 + 2.0**-9))
         place = np.clip(place, np.float32(1), np.float32(2 * steps + 1))
         return place.astype(np.uint32), np.where(step > 0, scale, 0).astype(np.uint16)

@@ -27,6 +27,7 @@ from megatrain_nb.codec.quantised.blocks import (
     bf16_down,
     from_bf16,
     largest,
+    m_noise,
 )
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Projected(BlockCodec):
         size = np.minimum(np.abs(m) * unit[:, None] + np.float32(0.5), UNIT)
         size = size.astype(np.int32)
         per_step, exact = self._per_step(size)
-        part = (noise & u4(0xFF)).astype(np.float32) * np.float32(self.width / 256)
+        part = m_noise(noise).astype(np.float32) * np.float32(self.width / 256)
         part += np.float32((1 - self.width) / 2 + self.width / 512)
         part = np.where(exact[:, None], np.float32(0.5), part)
         place = size.astype(np.float32) * per_step[:, None] + part
