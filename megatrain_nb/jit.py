@@ -42,7 +42,7 @@ def kernel(function: Function) -> Function:
     Machine code is kept next to the source file or, where that is not writable, in
     the user's cache directory; ``MEGATRAIN_CACHE_DIR`` names another place. A cache
     that cannot be read or written costs a compilation, never an error. An edit of
-    any ``kernels.py`` of this package is an edit of every kernel, since kernels may
+    any ``*kernels.py`` of this package is an edit of every kernel, since kernels may
     call each other across files.
     """
     compiled = _numba().njit(**_OPTIONS)(function)
@@ -131,7 +131,7 @@ def _cache_directory() -> Iterator[None]:
 def _source_digest() -> str:
     package = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([Path(__file__), *package.rglob("kernels.py")]):
+    for path in sorted([Path(__file__), *package.rglob("*kernels.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -31,7 +31,8 @@ from numba.core import codegen
 from numba.extending import intrinsic, overload
 
 from megatrain_nb.codec.base import BLOCK
-from megatrain_nb.codec.kernels import load, store, window
+from megatrain_nb.codec.kernels import INFINITY, load, store, window
+from megatrain_nb.codec.quantised.block_kernels import magnitude, make_scratch
 from megatrain_nb.codec.quantised.blocks import HALF
 from megatrain_nb.codec.quantised.kernels import (
     begin_decode,
@@ -39,17 +40,15 @@ from megatrain_nb.codec.quantised.kernels import (
     decode,
     encode,
     end_encode,
-    magnitude,
-    make_scratch,
 )
 from megatrain_nb.jit import inlined, kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatrain_nb.codec.kernels import Floats
+    from megatrain_nb.codec.kernels import U16, Floats
+    from megatrain_nb.codec.quantised.block_kernels import Counter, Scratch
     from megatrain_nb.codec.quantised.blocks import Planes
-    from megatrain_nb.codec.quantised.kernels import Counter, Scratch
     from megatrain_nb.codec.split import Split
     from megatrain_nb.optim.config import Scalars
 
@@ -92,7 +91,7 @@ def _llvm_fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
 @overload(fma, strict=False)
 def _compiled_fma(a: Any, b: Any, c: Any) -> Any:
     if (a, b, c) == (types.float32,) * 3:
-        return lambda a, b, c: _llvm_fma(a, b, c)  # type: ignore[call-arg]  # noqa: PLW0108
+        return lambda a, b, c: _llvm_fma(a, b, c)  # type: ignore[call-arg]
     return None
 
 
@@ -174,10 +173,10 @@ def _param(
 
 @inlined
 def _update_block(
-    master: Array | Split,
+    master: Any,
     planes: Planes,
     grad: Floats,
-    b: int,
+    b: Any,
     size: int,
     s: Scratch,
     x: Scalars,
@@ -239,11 +238,11 @@ def adamw_encoded(
     s = make_scratch()
     whole = grad.size // BLOCK
     for block in range(whole):
-        b, start = np.uintp(block), np.uintp(block * BLOCK)
-        stop = np.uintp(start + np.uintp(BLOCK))
-        part = window(grad, start, stop)
-        here = window(master, start, stop)
-        _update_block(here, planes, part, b, BLOCK, s, scalars, counter)
+        first = block * BLOCK
+        part = window(grad, first, first + BLOCK)
+        here = window(master, first, first + BLOCK)
+        # Unsigned: a signed place could count from the end, and numba would ask.
+        _update_block(here, planes, part, np.uintp(block), BLOCK, s, scalars, counter)
     start = whole * BLOCK
     rest = grad.size - start
     if rest:
@@ -252,7 +251,17 @@ def adamw_encoded(
             param[i], part[i] = np.float32(0), np.float32(0)
         for i in range(rest):
             param[i], part[i] = load(master, start + i), load(grad, start + i)
-        b = np.uintp(whole)
-        _update_block(param, planes, part, b, rest, s, scalars, counter)
+        last = np.uintp(whole)
+        _update_block(param, planes, part, last, rest, s, scalars, counter)
         for i in range(rest):
             store(master, start + i, param[i])
+
+
+@kernel
+def all_finite(values: Array | U16) -> bool:
+    """Return whether no fp32 or bf16 number (uint16) is NaN or infinite."""
+    largest = np.uint32(0)
+    for i in range(values.size):
+        bits = magnitude(load(values, i))
+        largest = bits if bits > largest else largest
+    return bool(largest < INFINITY)

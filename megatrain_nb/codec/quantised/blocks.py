@@ -39,7 +39,7 @@ are not linear between; there the dither is spread so that the mean is right aga
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy import uint32 as u4
@@ -76,6 +76,10 @@ class Planes(NamedTuple):
     """bf16 bits, shape (B,)."""
     top: NDArray[np.uint8]
     """Shape (B,)."""
+
+    def rows(self, part: slice) -> Self:
+        """Return views of some of the blocks."""
+        return type(self)(*(plane[part] for plane in self))  # type: ignore[arg-type]
 
 
 class Planes8(Planes):
@@ -162,7 +166,8 @@ def pack(codes: U32, bits: int) -> U8:
         return np.hstack([pack(codes & u4(3), 2), pack(codes >> u4(2), 1)])
     each = codes.reshape(len(codes), 8 // bits, 16 * bits)
     places = np.arange(8 // bits, dtype=np.uint32)[:, None] * u4(bits)
-    return np.bitwise_or.reduce(each << places, axis=1).astype(np.uint8)
+    packed: U8 = np.bitwise_or.reduce(each << places, axis=1).astype(np.uint8)
+    return packed
 
 
 def unpack(packed: U8, bits: int) -> U32:
@@ -197,10 +202,12 @@ def dither(key: Key, blocks: int) -> U32:
     word_1, word_2 = key_words(key)
     first = key.first // BLOCK
     block = np.arange(first, first + blocks, dtype=np.uint64).astype(np.uint32)
-    x = block[:, None] * u4(HALF) + np.arange(HALF, dtype=np.uint32)
+    element = np.arange(HALF, dtype=np.uint32)
+    x: U32 = block[:, None] * u4(HALF) + element
     x = (x ^ word_1) * MULTIPLY_1
     x = ((x ^ x >> u4(15)) + word_2) * MULTIPLY_2
-    return x ^ x >> u4(16)
+    out: U32 = x ^ x >> u4(16)
+    return out
 
 
 def m_noise(noise: U32) -> U32:
@@ -226,7 +233,8 @@ def quantise_v(v: F32, noise: U32, bits: int, shift: int) -> tuple[U32, U8]:
 def restore_v(codes: U32, top: U8, shift: int) -> F32:
     """Return v, shape (B, 128)."""
     level = _first(top.astype(np.uint32), max(0, 23 - shift)) - codes
-    return (level << u4(shift)).view(np.float32)
+    v: F32 = (level << u4(shift)).view(np.float32)
+    return v
 
 
 def _first(top: U32, fine: int) -> U32:
@@ -262,7 +270,8 @@ def from_bf16(bits: U16) -> F32:
 def largest(m: F32) -> F32:
     """Return the largest magnitude in each row, at most the largest finite float."""
     pattern = (m.view(np.uint32) & u4(0x7FFFFFFF)).max(axis=1)
-    return np.minimum(pattern, LARGEST).view(np.float32)
+    top: F32 = np.minimum(pattern, LARGEST).view(np.float32)
+    return top
 
 
 def _blocks(values: F32) -> F32:

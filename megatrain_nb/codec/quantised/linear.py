@@ -50,4 +50,4 @@ class Linear(BlockCodec):
         return count * from_bf16(scale)[:, None]
 
     def _steps(self) -> int:
-        return 2 ** (self.bits - 1) - 1
+        return (1 << (self.bits - 1)) - 1
