@@ -160,7 +160,8 @@ def update(
     work: deque[Work] = deque()
     for segment in segments:
         scalars = segment.config.scalars(segment.step, grad_scale)
-        for part in cut(segment.start, segment.stop):
+        # A multiple of kernels.LANES, so that only the last part has a tail.
+        for part in cut(segment.start, segment.stop, CHUNK):
             master, moments = part_of(param, part), (exp_avg[part], exp_avg_sq[part])
             work.append(partial(kernels.adamw, master, *moments, grad[part], scalars))
     threads.run(work)
@@ -207,11 +208,10 @@ def _drain(work: deque[Work]) -> None:
             raise
 
 
-def cut(start: int, stop: int) -> Iterator[slice]:
+def cut(start: int, stop: int, chunk: int) -> Iterator[slice]:
     """Yield what one kernel call takes; a tail is in the last."""
-    # CHUNK is a multiple of kernels.LANES and of a codec's BLOCK.
-    for first in range(start, stop, CHUNK):
-        yield slice(first, min(first + CHUNK, stop))
+    for first in range(start, stop, chunk):
+        yield slice(first, min(first + chunk, stop))
 
 
 def _check_state(

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from megatrain_nb.optim.kernels import Array
 
 
+CHUNK = 512 * 1024
+"""Elements per kernel call, a multiple of `BLOCK`: some 0.4 ms, of which Python takes 5 %."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedSegment:
     """One parameter, or a part of one, and its encoded moments.
@@ -163,7 +167,7 @@ def _calls(
     from megatrain_nb.optim import kernels  # noqa: PLC0415
 
     codec, size = segment.codec, segment.stop - segment.start
-    for part in cut(0, size):
+    for part in cut(0, size, CHUNK):
         place = slice(segment.start + part.start, segment.start + part.stop)
         master, gradient = part_of(param, place), grad[place]
         if isinstance(codec, BlockCodec):
@@ -194,7 +198,7 @@ def _refuse_infinite(
         partial(look, segment, part)
         for segment in segments
         if isinstance(segment.codec, BlockCodec)
-        for part in cut(segment.start, segment.stop)
+        for part in cut(segment.start, segment.stop, CHUNK)
     )
     threads.run(looks)
     if bad:

@@ -188,7 +188,9 @@ def _update_block(
     for i in range(HALF):
         j = i + HALF
         m_0, m_1, v_0, v_1 = decode(planes, b, s, header, i)
-        p_0, p_1 = load(master, i), load(master, j)
+        p_0 = p_1 = np.float32(0)
+        if x.coupled:  # else the parameter is not needed yet
+            p_0, p_1 = load(master, i), load(master, j)
         m_0, v_0 = _moments(p_0, m_0, v_0, load(grad, i), x)
         m_1, v_1 = _moments(p_1, m_1, v_1, load(grad, j), x)
         s.m[i], s.m[j], s.v[i], s.v[j] = m_0, m_1, v_0, v_1

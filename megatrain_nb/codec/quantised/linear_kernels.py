@@ -39,7 +39,7 @@ def linear_kernels(codec: Linear) -> BlockKernels:
     zero, last = f4(steps + 1), f4(2 * steps + 1)
     # A float from `zero` to `zero` + 1 with 8 random bits behind the point, and a half.
     fraction = 24 - bits
-    pattern = u4(int(to_bits(zero)) | 1 << (fraction - 9))
+    pattern = u4(int(zero.view(np.uint32)) | 1 << (fraction - 9))
     random_bits = u4(0xFF << (fraction - 8))
     left = u4(fraction - 8)
 
