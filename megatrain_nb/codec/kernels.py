@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 SIGNLESS = u4(0x7FFFFFFF)
 INFINITY = u4(0x7F800000)
-_FIRST_ODD_NAN = u4(0x7F808000)  # its place, with those up to 0x7F80FFFF, is ...
+FIRST_ODD_NAN = u4(0x7F808000)  # its place, with those up to 0x7F80FFFF, is ...
 _FIRST_ODD_PLACE = u4(0x7FFF8000)  # ... below the zero of the other sign
 _HALF = u4(0x8000)
 _SIXTEEN = u4(16)
@@ -50,8 +50,8 @@ def split_bits(bits: np.uint32) -> tuple[np.uint32, np.uint32]:
     size = u4(bits & SIGNLESS)
     up = _HALF
     if size > INFINITY:
-        odd = u4(size - _FIRST_ODD_NAN) < _HALF
-        up = u4(_FIRST_ODD_PLACE + _HALF - _FIRST_ODD_NAN) if odd else u4(0)
+        odd = u4(size - FIRST_ODD_NAN) < _HALF
+        up = u4(_FIRST_ODD_PLACE + _HALF - FIRST_ODD_NAN) if odd else u4(0)
     return u4(u4(bits + up) >> _SIXTEEN), u4(bits & u4(0xFFFF))
 
 
@@ -63,7 +63,7 @@ def join_bits(hi: np.uint32, lo: np.uint32) -> np.uint32:
         return u4(upper | lo)
     bits = u4(u4(upper + lo) - u4(u4(lo & _HALF) << u4(1)))
     if u4(bits & SIGNLESS) >= _FIRST_ODD_PLACE:
-        return u4(bits - u4(_FIRST_ODD_PLACE - _FIRST_ODD_NAN))
+        return u4(bits - u4(_FIRST_ODD_PLACE - FIRST_ODD_NAN))
     return bits
 
 
@@ -108,7 +108,7 @@ def window(array: Floats, start: int, stop: int) -> Floats:
 
 @overload(window, strict=False)
 def _compiled_window(array: Any, start: Any, stop: Any) -> Any:
-    if _is_split(array):
+    if is_split(array):
         return lambda array, start, stop: Split(
             array.hi[start:stop], array.lo[start:stop]
         )
@@ -117,7 +117,7 @@ def _compiled_window(array: Any, start: Any, stop: Any) -> Any:
 
 @overload(load, strict=False)
 def _compiled_load(array: Any, i: Any) -> Any:
-    if _is_split(array):
+    if is_split(array):
         return lambda array, i: to_float(join_bits(u4(array.hi[i]), u4(array.lo[i])))
     if array.dtype == types.uint16:
         return lambda array, i: to_float(u4(u4(array[i]) << _SIXTEEN))
@@ -126,7 +126,7 @@ def _compiled_load(array: Any, i: Any) -> Any:
 
 @overload(store, strict=False)
 def _compiled_store(array: Any, i: Any, value: Any) -> Any:
-    if not _is_split(array):
+    if not is_split(array):
 
         def store(array: Any, i: Any, value: Any) -> None:
             array[i] = value
@@ -141,5 +141,6 @@ def _compiled_store(array: Any, i: Any, value: Any) -> Any:
     return store_halves
 
 
-def _is_split(array: Any) -> bool:
+def is_split(array: Any) -> bool:
+    """Return whether a numba type is that of a `Split`."""
     return isinstance(array, types.NamedUniTuple) and array.instance_class is Split

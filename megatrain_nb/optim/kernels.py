@@ -32,7 +32,12 @@ from numba.extending import intrinsic, overload
 
 from megatrain_nb.codec.base import BLOCK
 from megatrain_nb.codec.kernels import INFINITY, load, store, window
-from megatrain_nb.codec.quantised.block_kernels import magnitude, make_scratch
+from megatrain_nb.codec.quantised.block_kernels import (
+    begin_params,
+    end_params,
+    magnitude,
+    make_scratch,
+)
 from megatrain_nb.codec.quantised.blocks import HALF
 from megatrain_nb.codec.quantised.kernels import (
     begin_decode,
@@ -183,6 +188,7 @@ def _update_block(
     counter: Counter,
 ) -> None:
     """Update one block. Roots and divisions are where the integers' work hides them."""
+    params = begin_params(master, s)
     header = begin_decode(planes, b, s)
     largest = np.uint32(0)
     for i in range(HALF):
@@ -190,7 +196,7 @@ def _update_block(
         m_0, m_1, v_0, v_1 = decode(planes, b, s, header, i)
         p_0 = p_1 = np.float32(0)
         if x.coupled:  # else the parameter is not needed yet
-            p_0, p_1 = load(master, i), load(master, j)
+            p_0, p_1 = params[i], params[j]
         m_0, v_0 = _moments(p_0, m_0, v_0, load(grad, i), x)
         m_1, v_1 = _moments(p_1, m_1, v_1, load(grad, j), x)
         s.m[i], s.m[j], s.v[i], s.v[j] = m_0, m_1, v_0, v_1
@@ -204,11 +210,12 @@ def _update_block(
     correction = np.float32(np.float32(1) / x.bias_correction2_sqrt)
     for i in range(HALF):
         j = i + HALF
-        store(master, i, _param(load(master, i), s.m[i], s.v[i], correction, x))
-        store(master, j, _param(load(master, j), s.m[j], s.v[j], correction, x))
+        params[i] = _param(params[i], s.m[i], s.v[i], correction, x)
+        params[j] = _param(params[j], s.m[j], s.v[j], correction, x)
         level = encode(planes, s, state, i, block, counter)
         top = level if level > top else top
     end_encode(planes, b, s, state, top)
+    end_params(master, s)
 
 
 @kernel

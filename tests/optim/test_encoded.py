@@ -151,6 +151,26 @@ def test_bf16_gradients_as_the_fp32_ones_they_are() -> None:
     assert np.array_equal(param, new_param)
 
 
+def test_odd_parameters_keep_their_bits() -> None:
+    codec, size = quantised("4bit"), 3 * BLOCK
+    param, data, _ = work(0, size, codec)
+    odd = [0x7F800001, 0x7F80C000, 0xFF80C000, 0x7FFFFFFF, 0xFFC00000, 0x7F800000]
+    odd += [0x7F7FFFFF, 0x80000000, 0x00000001, 0x3F808000]
+    param.view(np.uint32)[3 : 3 + len(odd)] = odd
+    param.view(np.uint32)[BLOCK + 3] = 0x80000000  # no block but the first is slow
+    still = AdamWConfig(lr=0.0, weight_decay=0.0)
+    halves, other = halved(param), data.copy()
+    segments = [EncodedSegment(0, size, codec, x, still, 2) for x in (data, other)]
+    grad = np.zeros(size, np.float32)
+    with np.errstate(all="ignore"), UpdateThreads(1) as one:
+        update(param, grad, segments[:1], threads=one)
+        update(halves, grad, segments[1:], threads=one)
+        back = np.zeros_like(param)
+        join(halves, back)
+    assert np.array_equal(data, other)
+    assert np.array_equal(back.view(np.int32), param.view(np.int32))
+
+
 def test_elements_in_no_segment_stay() -> None:
     codec, size = quantised("4bit"), BLOCK
     param, data, grad = work(0, size, codec)

@@ -18,7 +18,16 @@ from numpy import int32 as i4
 from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
-from megatrain_nb.codec.kernels import SIGNLESS, to_bits, to_float
+from megatrain_nb.codec.kernels import (
+    FIRST_ODD_NAN,
+    INFINITY,
+    SIGNLESS,
+    is_split,
+    load,
+    store,
+    to_bits,
+    to_float,
+)
 from megatrain_nb.codec.quantised.blocks import (
     HALF,
     LARGEST,
@@ -28,12 +37,13 @@ from megatrain_nb.codec.quantised.blocks import (
     SPREAD,
     key_words,
 )
+from megatrain_nb.codec.split import Split
 from megatrain_nb.jit import inlined
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatrain_nb.codec.base import Key
+    from megatrain_nb.codec.base import F32, Key
     from megatrain_nb.codec.quantised.blocks import BlockCodec
 
 _LINE = 64
@@ -214,3 +224,61 @@ class BlockKernels(NamedTuple):
     begin_encode: Any
     encode: Any
     end_encode: Any
+
+
+def begin_params(master: F32 | Split, s: Scratch) -> F32:
+    """Return a block of parameters as fp32: itself, or in the scratch."""
+    if not isinstance(master, Split):
+        return master
+    for i in range(BLOCK):
+        s.param[i] = load(master, i)
+    return s.param
+
+
+def end_params(master: F32 | Split, s: Scratch) -> None:
+    """Store what `begin_params` returned, if that is not the parameters themselves."""
+    if isinstance(master, Split):
+        for i in range(BLOCK):
+            store(master, i, s.param[i])
+
+
+@overload(begin_params, strict=False)
+def _begin_params(master: Any, s: Any) -> Any:
+    if not is_split(master):
+        return lambda master, s: master
+
+    def begin(master: Any, s: Any) -> Any:
+        # The formula alone, and all again where it does not hold: see [Note: split].
+        largest = u4(0)
+        for i in range(BLOCK):
+            rest = u4(i4(np.int16(master.lo[i])))
+            bits = u4(u4(u4(master.hi[i]) << u4(16)) + rest)
+            s.param[i] = to_float(bits)
+            size = u4(bits & SIGNLESS)
+            largest = size if size > largest else largest
+        if largest >= FIRST_ODD_NAN:
+            for i in range(BLOCK):
+                s.param[i] = load(master, i)
+        return s.param
+
+    return begin
+
+
+@overload(end_params, strict=False)
+def _end_params(master: Any, s: Any) -> Any:
+    if not is_split(master):
+        return lambda master, s: None
+
+    def end(master: Any, s: Any) -> None:
+        largest = u4(0)
+        for i in range(BLOCK):
+            bits = to_bits(s.param[i])
+            master.hi[i] = np.uint16(u4(bits + u4(0x8000)) >> u4(16))
+            master.lo[i] = np.uint16(bits)
+            size = u4(bits & SIGNLESS)
+            largest = size if size > largest else largest
+        if largest > INFINITY:
+            for i in range(BLOCK):
+                store(master, i, s.param[i])
+
+    return end
