@@ -117,6 +117,13 @@ def join(halves: Split, master: NDArray[np.float32]) -> None:
     kernels.join(halves.hi, halves.lo, master)
 
 
+def warm_up() -> None:
+    """Compile the kernels or load them from the cache."""
+    halves = Split(np.zeros(1, np.uint16), np.zeros(1, np.uint16))
+    split(np.zeros(1, np.float32), halves)
+    join(halves, np.zeros(1, np.float32))
+
+
 def check_split(halves: object, size: int, *, writeable: bool = True) -> None:
     """Raise ArgumentError unless both halves are uint16 of ``size`` elements."""
     if not isinstance(halves, Split):

@@ -6,16 +6,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import BudgetError
-from megatrain_nb.plan.model import (
-    BYTES_PER_GRAD,
-    BYTES_PER_STATES,
-    BYTES_PER_WEIGHT,
-    TILE_NUMEL,
-)
+from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.plan.model import ModelSpec, PackSpec
 
 # Tiles of the optimizer's pipeline that are in RAM at once: one is read, one updated, one written.
 STEP_TILES = 3
@@ -28,13 +23,15 @@ class Residency:
     Attributes
     ----------
     weights, grads, states
-        Pack indices whose fp32 weights, pending gradients, moments stay in RAM.
+        Pack indices whose weights, pending gradients, and what else the update uses, stay in RAM.
     resident_bytes
         Bytes of those.
     working_bytes
-        Bytes that stream: the block that computes, the next one, its gradient, the optimizer's tiles.
+        Bytes for what streams: see `streaming_bytes`; less where there is less room.
     activation_bytes
         Bytes set aside for what the model itself allocates.
+    keep_bytes
+        Bytes that activations may take which are kept from forward to backward.
     disk_bytes
         Bytes that live on disk.
     """
@@ -45,6 +42,7 @@ class Residency:
     resident_bytes: int = 0
     working_bytes: int = 0
     activation_bytes: int = 0
+    keep_bytes: int = 0
     disk_bytes: int = 0
 
 
@@ -54,10 +52,29 @@ def working_bytes(spec: ModelSpec, *, tile_numel: int = TILE_NUMEL) -> int:
     The larger of two moments: a block in backward beside the next one and its own gradient; or the
     tiles of the optimizer's pipeline.
     """
-    largest = max((spec.block_bytes(block.index) for block in spec.blocks), default=0)
-    tile = min(tile_numel, max((pack.numel for pack in spec.packs), default=0))
-    step = STEP_TILES * tile * (BYTES_PER_WEIGHT + BYTES_PER_GRAD + BYTES_PER_STATES)
-    return max(3 * largest, step)
+    backward = _largest(spec, weights=2, grads=1)
+    step = STEP_TILES * max(
+        (_tile_bytes(pack, tile_numel) for pack in spec.packs), default=0
+    )
+    return max(backward, step)
+
+
+def streaming_bytes(spec: ModelSpec) -> int:
+    """Return the RAM, in bytes, with which streaming need not wait for room when nothing is resident.
+
+    While a block computes in forward: its weights and the next block's; gradients and both moments of the
+    next one, read for its update; the moments of this one and the weights of the one before, on their
+    way back to the disk. All counted as large as the largest.
+    """
+    return _largest(spec, weights=3, grads=1, states=2)
+
+
+def written_bytes(spec: ModelSpec) -> int:
+    """Return the most bytes that are on their way to the disk at once.
+
+    The weights of one block and the moments of the one before, as large as the largest.
+    """
+    return _largest(spec, weights=1, states=1)
 
 
 def plan_residency(
@@ -65,6 +82,8 @@ def plan_residency(
     *,
     limit_bytes: int,
     activation_bytes: int,
+    keep_bytes: int = 0,
+    keep_share: float = 0.0,
     resident_bytes: int | None = None,
     tile_numel: int = TILE_NUMEL,
 ) -> Residency:
@@ -77,7 +96,12 @@ def plan_residency(
     limit_bytes
         RAM budget in bytes.
     activation_bytes
-        Bytes set aside for the model's own tensors.
+        Bytes set aside for the model's own tensors while a block computes.
+    keep_bytes
+        What every block's activations take that could be kept from forward to backward.
+    keep_share
+        Where not everything fits: the share, 0 to 1, of the RAM beside what streams that goes to kept
+        activations (they save computing) before packs get any (they save traffic).
     resident_bytes
         Keep at most this much in RAM, however large the budget is.
     tile_numel
@@ -102,10 +126,13 @@ def plan_residency(
             states=all_packs,
             resident_bytes=spec.state_bytes,
             activation_bytes=activation_bytes,
+            keep_bytes=min(
+                keep_bytes, limit_bytes - spec.state_bytes - activation_bytes
+            ),
         )
     working = working_bytes(spec, tile_numel=tile_numel)
-    left = limit_bytes - working - activation_bytes
-    if left < 0:
+    room = limit_bytes - activation_bytes
+    if room < working:
         minimum = (
             working if resident_bytes is not None else min(working, spec.state_bytes)
         )
@@ -118,18 +145,23 @@ def plan_residency(
             f"{format_bytes(1.005 * (minimum + activation_bytes))}, or shorten the sequence or the micro-batch"
         )
         raise BudgetError(msg)
+    working = max(working, min(streaming_bytes(spec), room))
+    left = room - working
+    kept_bytes = min(keep_bytes, int(keep_share * left))
+    left -= kept_bytes
     allowed = left if resident_bytes is None else min(left, resident_bytes)
     left = allowed
     kept: dict[str, set[int]] = {"weights": set(), "grads": set(), "states": set()}
-    for what, unit in (
-        ("weights", BYTES_PER_WEIGHT),
-        ("grads", BYTES_PER_GRAD),
-        ("states", BYTES_PER_STATES),
-    ):
-        for pack in reversed(spec.packs):
-            if pack.numel * unit <= left:
-                left -= pack.numel * unit
-                kept[what].add(pack.index)
+    sizes = {
+        "weights": [pack.weight_bytes for pack in spec.packs],
+        "grads": [pack.grad_bytes for pack in spec.packs],
+        "states": [pack.states_bytes for pack in spec.packs],
+    }
+    for what, num_bytes in sizes.items():
+        for index in reversed(range(len(spec.packs))):
+            if num_bytes[index] <= left:
+                left -= num_bytes[index]
+                kept[what].add(index)
     resident = allowed - left
     return Residency(
         weights=frozenset(kept["weights"]),
@@ -138,5 +170,28 @@ def plan_residency(
         resident_bytes=resident,
         working_bytes=working,
         activation_bytes=activation_bytes,
+        keep_bytes=kept_bytes,
         disk_bytes=spec.state_bytes - resident,
     )
+
+
+def _largest(spec: ModelSpec, *, weights: int, grads: int = 0, states: int = 0) -> int:
+    """Return the most bytes that so many times a block's weights, gradients and states take."""
+    return max(
+        (
+            sum(
+                weights * pack.weight_bytes
+                + grads * pack.grad_bytes
+                + states * pack.states_bytes
+                for pack in spec.packs_of(block.index)
+            )
+            for block in spec.blocks
+        ),
+        default=0,
+    )
+
+
+def _tile_bytes(pack: PackSpec, tile_numel: int) -> int:
+    """Return the bytes of everything of a pack's largest tile."""
+    whole = pack.weight_bytes + pack.grad_bytes + pack.states_bytes
+    return whole * min(tile_numel, pack.numel) // max(pack.numel, 1)

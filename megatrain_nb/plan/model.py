@@ -1,8 +1,11 @@
 """A model as the planner sees it: blocks that compute, packs that are stored.
 
 A *block* is what computes as one piece (a decoder layer, the embedding, the head). A *pack* is what
-is stored as one piece: the flat fp32 vector of the parameters that a block owns. The two differ
-where weights are tied: the pack is owned once and used by two blocks.
+is stored as one piece: the flat vector of the parameters that a block owns. The two differ where
+weights are tied: the pack is owned once and used by two blocks.
+
+A pack is fp32, or *split*: it computes in bf16, and its fp32 numbers are stored as a bf16 half, which
+streams, and a 16-bit half, which only the update needs. Either way a parameter takes 16 bytes.
 """
 
 from __future__ import annotations
@@ -14,16 +17,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BYTES_PER_WEIGHT = 4
-BYTES_PER_GRAD = 4
-BYTES_PER_STATES = 8  # exp_avg and exp_avg_sq, fp32 each
+_BYTES_PER_FLOAT = 4
+_BYTES_PER_HALF = 2
 
 # Parameters start on a cache line, packs fill whole pages: both are what direct I/O and the vector
 # units ask for.
-_PARAM_ALIGN = 16
-_PACK_ALIGN = 1024
+_CACHE_LINE = 64
+_PAGE = 4096
 
-# The unit of disk traffic: 16 MiB of weights, of gradients, or of one moment.
+# The unit of disk traffic: 16 MiB of fp32 weights, of gradients, or of one moment; 8 MiB of halves.
 TILE_NUMEL = 4 * 2**20
 
 
@@ -43,12 +45,19 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackSpec:
-    """The parameters stored as one flat fp32 vector of ``numel`` elements (padding included)."""
+    """The parameters stored as one flat vector of ``numel`` elements (padding included).
+
+    Attributes
+    ----------
+    split
+        Computes in bf16; the fp32 numbers are stored as two halves.
+    """
 
     index: int
     name: str
     params: tuple[ParamSpec, ...]
     numel: int
+    split: bool = False
 
     def tiles(self, tile_numel: int = TILE_NUMEL) -> list[tuple[int, int]]:
         """Return the element ranges that are read and written as one piece.
@@ -65,8 +74,19 @@ class PackSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the fp32 weights."""
-        return self.numel * BYTES_PER_WEIGHT
+        """Bytes of the weights that stream: fp32, or the bf16 halves."""
+        return self.numel * (_BYTES_PER_HALF if self.split else _BYTES_PER_FLOAT)
+
+    @property
+    def grad_bytes(self) -> int:
+        """Bytes of the fp32 gradients."""
+        return self.numel * _BYTES_PER_FLOAT
+
+    @property
+    def states_bytes(self) -> int:
+        """Bytes of what only the update uses: two fp32 moments, and the lower halves of a split pack."""
+        halves = self.numel * _BYTES_PER_HALF if self.split else 0
+        return 2 * self.numel * _BYTES_PER_FLOAT + halves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +106,12 @@ class ModelSpec:
     packs: tuple[PackSpec, ...]
 
     def block_bytes(self, index: int) -> int:
-        """Return the bytes of fp32 weights that block ``index`` needs at once."""
-        return sum(self.packs[pack].weight_bytes for pack in self.blocks[index].packs)
+        """Return the bytes of weights that block ``index`` needs at once."""
+        return sum(pack.weight_bytes for pack in self.packs_of(index))
+
+    def packs_of(self, index: int) -> list[PackSpec]:
+        """Return the packs of block ``index``."""
+        return [self.packs[pack] for pack in self.blocks[index].packs]
 
     @property
     def num_params(self) -> int:
@@ -96,21 +120,24 @@ class ModelSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all fp32 weights, padding included."""
+        """Bytes of all weights that stream, padding included."""
         return sum(pack.weight_bytes for pack in self.packs)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of weights, gradients and moments together."""
-        return (
-            self.weight_bytes
-            * (BYTES_PER_WEIGHT + BYTES_PER_GRAD + BYTES_PER_STATES)
-            // BYTES_PER_WEIGHT
+        return sum(
+            pack.weight_bytes + pack.grad_bytes + pack.states_bytes
+            for pack in self.packs
         )
 
 
 def pack_params(
-    index: int, name: str, params: Sequence[tuple[str, tuple[int, ...]]]
+    index: int,
+    name: str,
+    params: Sequence[tuple[str, tuple[int, ...]]],
+    *,
+    split: bool = False,
 ) -> PackSpec:
     """Lay parameters out one after the other.
 
@@ -120,6 +147,8 @@ def pack_params(
         Of the pack.
     params
         Name and shape of each parameter.
+    split
+        Stored as two halves.
 
     Examples
     --------
@@ -127,15 +156,17 @@ def pack_params(
     >>> [param.offset for param in pack.params], pack.numel
     ([0, 16], 1024)
     """
+    size = _BYTES_PER_HALF if split else _BYTES_PER_FLOAT
     specs, offset = [], 0
     for param, shape in params:
         specs.append(ParamSpec(name=param, shape=shape, offset=offset))
-        offset = _round_up(offset + math.prod(shape), _PARAM_ALIGN)
+        offset = _round_up(offset + math.prod(shape), _CACHE_LINE // size)
     return PackSpec(
         index=index,
         name=name,
         params=tuple(specs),
-        numel=_round_up(offset, _PACK_ALIGN),
+        numel=_round_up(offset, _PAGE // size),
+        split=split,
     )
 
 

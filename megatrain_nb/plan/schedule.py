@@ -77,7 +77,7 @@ def make_schedule(
     kind
         ``Kind.FORWARD`` or ``Kind.BACKWARD``.
     depth
-        How many blocks are read ahead of the one that computes.
+        How many blocks of the largest size are read ahead of the one that computes.
 
     Notes
     -----
@@ -86,19 +86,29 @@ def make_schedule(
 
     Examples
     --------
-    >>> from megatrain_nb.plan.model import BlockSpec, ModelSpec
+    >>> from megatrain_nb.plan.model import BlockSpec, ModelSpec, PackSpec
     >>> blocks = tuple(BlockSpec(index=i, name=str(i), packs=(i,)) for i in range(3))
-    >>> to_text(
-    ...     make_schedule(ModelSpec(blocks=blocks, packs=()), [0, 1, 2], Kind.FORWARD)
+    >>> packs = tuple(
+    ...     PackSpec(index=i, name=str(i), params=(), numel=2048) for i in range(3)
     ... )
+    >>> spec = ModelSpec(blocks=blocks, packs=packs)
+    >>> to_text(make_schedule(spec, [0, 1, 2], Kind.FORWARD))
     '0:READ 1:READ 0:FORWARD 0:FREE 2:READ 1:FORWARD 1:FREE 2:FORWARD 2:FREE'
     """
     actions: list[Action] = []
     ahead: deque[int] = deque()
     upcoming = iter(order)
 
+    largest = max((spec.block_bytes(index) for index in order), default=0)
+
+    def is_short() -> bool:
+        """Whether what is ahead of the next block to compute is less than planned."""
+        if len(ahead) <= depth:
+            return True
+        return sum(map(spec.block_bytes, list(ahead)[1:])) < depth * largest
+
     while True:
-        while len(ahead) <= depth and (block := next(upcoming, None)) is not None:
+        while is_short() and (block := next(upcoming, None)) is not None:
             ahead.append(block)
             actions.append(Action(block, Kind.READ))
         if not ahead:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.plan.schedule import Kind
+from megatrain_nb.runtime.call import check_same_weights
 
 if TYPE_CHECKING:
     from megatrain_nb.runtime.call import BlockCall
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def through_autograd(executor: Executor, call: BlockCall) -> Any:
     """Run a block so that ``loss.backward()`` comes back through it."""
     with executor.running(call.block, Kind.FORWARD) as bound, bound:
-        call.run(keep=False)
+        call.run(bound)
     if not any(x.requires_grad for x in call.outputs):
         return call.result(call.outputs)
     # Without an input that wants a gradient (token ids), this keeps the node in the graph.
@@ -66,12 +67,7 @@ class _BlockNode(torch.autograd.Function):
                 "gradient; use loss.backward()"
             )
             raise ModelError(msg)
-        if ctx.version != executor.version:
-            msg = (
-                f"the weights of {call.block.name} changed between forward and backward; "
-                "call backward before optimizer.step()"
-            )
-            raise ModelError(msg)
+        check_same_weights(call.block, ctx.version, executor.version)
         with executor.running(call.block, Kind.BACKWARD) as bound, bound:
-            inputs = call.backward(grads)
+            inputs = call.backward(grads, bound)
         return (None, None, None, None, *inputs)

@@ -1,11 +1,11 @@
-"""One call of one block: run it without keeping activations, run it again for its gradients.
+"""One call of one block: run it, and send gradients through it when backward comes.
 
-[Note: nothing is kept, nothing is lost] In forward a block runs with gradients on, but what autograd
-wants to save is thrown away: only the inputs stay, and backward runs the block again on them, with
-the same random numbers and autocast setting. A tensor that escapes from the first run by any other
-way than the outputs (a hook that stores it, say) still has its graph, and a gradient that reaches
-that graph raises an error that names the block: a lost gradient is never silent. Values that
-transformers' own recorder collects inside a block (router logits) are treated as outputs.
+[Note: nothing is lost] In forward a block runs with gradients on. Where the budget allows, what autograd
+saves is kept (see `megatrain_nb.runtime.kept`). Elsewhere it is thrown away: only the inputs stay, and
+backward runs the block again on them, with the same random numbers and autocast setting. A tensor that
+escapes from the first run by any other way than the outputs (a hook that stores it, say) still has its
+graph, and a gradient that reaches that graph raises an error that names the block: a lost gradient is never
+silent. Values that transformers' own recorder collects inside a block (router logits) are treated as outputs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatrain_nb.errors import ModelError
+from megatrain_nb.runtime.kept import ESCAPED, Kept, Saver
 from megatrain_nb.runtime.tensor import source_of
 from megatrain_nb.runtime.threadstate import Autocast, get_rng, set_rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from megatrain_nb.runtime.executor import Bound
+    from megatrain_nb.runtime.fuse import FusedCall
     from megatrain_nb.runtime.layers import Block
 
 _RECORDER = "transformers.utils.output_capturing"
-_ESCAPED = (
-    "a tensor computed inside {} is used outside it by another way than the block's output (a hook or an "
-    "attribute), and a gradient reached it: it would be lost. Return it from the block's forward"
-)
 _HERE = object()  # marks the place of a tensor in a block's result
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -54,6 +53,8 @@ class BlockCall:
         The input tensors that want a gradient.
     outputs
         After `run`: detached output tensors, recorded ones last; those that had a graph require grad.
+    fused
+        The call that ran in the place of this one and others; None for one that ran by itself.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class BlockCall:
             x for x in self._inputs if isinstance(x, Tensor) and x.requires_grad
         ]
         self.outputs: list[Tensor] = []
+        self.fused: FusedCall | None = None
         self._result: Any = None
         self._rng: list[Tensor] = []
         self._collector = _active_collector()
@@ -83,23 +85,38 @@ class BlockCall:
         self._versions = [x._version for x in self._inputs if isinstance(x, Tensor)]
         self._modes: list[bool] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._kept: tuple[list[Tensor], list[Tensor]] | None = None
+        self._kept: Kept | None = None
+        self._counted = False
         self._check_inputs()
 
-    def run(self, *, keep: bool) -> None:
+    # Whether what autograd saves may be kept until backward, elsewhere than in a turn.
+    keepable = True
+
+    def run(self, bound: Bound, *, turning: bool = False) -> None:
         """Run the block; `outputs` are there afterwards.
 
         Parameters
         ----------
-        keep
-            Keep the activations, because backward comes next and the weights stay bound till then.
+        bound
+            The loaded block.
+        turning
+            Backward comes next and the weights stay bound till then, so the graph is used as it is.
         """
         self._rng = get_rng(self._device)
         self._modes = [module.training for module in self.block.module.modules()]
         buffers = [(x, x.clone()) for x in self.block.module.buffers()]
-        if keep:
+        saver = None
+        if turning:
             result, tensors, fresh = self._compute()
-            self._kept = (tensors, fresh)
+            self._kept = Kept(tensors, fresh)
+        elif self.keepable and bound.keeping.wants(self.block.spec.index):
+            saver = Saver(bound)
+            with torch.autograd.graph.saved_tensors_hooks(
+                saver.pack, bound.later.unpack
+            ):
+                result, tensors, fresh = self._compute()
+            for tensor in fresh:
+                tensor.register_hook(bound.later.check)
         else:
             with torch.autograd.graph.saved_tensors_hooks(_discard, self._refuse):
                 result, tensors, fresh = self._compute()
@@ -115,6 +132,33 @@ class BlockCall:
             _off_weights(x.detach(), weights).requires_grad_(x.requires_grad)
             for x in tensors
         ]
+        if saver is not None:
+            self._keep(bound, saver, tensors, fresh)
+
+    def _keep(
+        self, bound: Bound, saver: Saver, tensors: list[Tensor], fresh: list[Tensor]
+    ) -> None:
+        """Keep the graph of a run, if that is safe and the budget allows it."""
+        if not saver.weights_are_free():
+            bound.keeping.refuse(self.block)
+            return
+        give = bound.keeping.take(self._count(bound, saver))
+        if give is not None:
+            self._kept = Kept(tensors, fresh, bound.later, saver.saved(), give)
+            bound.later.used = True
+
+    def _count(self, bound: Bound, saver: Saver) -> int:
+        """Return the bytes that a run's graph holds, and let the plan learn of them."""
+        num_bytes = saver.num_bytes(self._live_on())
+        if not self._counted:
+            bound.keeping.learn(self.block, num_bytes)
+        self._counted = True
+        return num_bytes
+
+    def _live_on(self) -> list[Tensor]:
+        """Return the tensors that are there until backward, whether activations are kept or not."""
+        inputs = [x for x in self._inputs if isinstance(x, Tensor)]
+        return [*inputs, *self.outputs, *self.block.module.buffers()]
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
         """Return what the block returned, with ``outputs`` in the place of its own tensors.
@@ -131,20 +175,24 @@ class BlockCall:
         self._result = None
         return returned
 
-    def forget(self) -> None:
-        """Give up kept activations: the weights they were computed with are about to leave."""
-        if self._kept is not None:
-            for tensor in self._kept[1]:
+    def end_turn(self) -> None:
+        """Give up a graph that was to be used at once: the weights it refers to are about to leave."""
+        if self._kept is not None and self._kept.later is None:
+            for tensor in self._kept.fresh:
                 tensor.register_hook(refuse_gradient(self.block.name))
             self._kept = None
 
-    def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(
+        self, grads: Sequence[Tensor | None], bound: Bound
+    ) -> list[Tensor | None]:
         """Send the outputs' gradients through the block; parameter gradients land in their ``.grad``.
 
         Parameters
         ----------
         grads
             One for each of `outputs`, None where there is none.
+        bound
+            The loaded block.
 
         Returns
         -------
@@ -152,17 +200,40 @@ class BlockCall:
             The gradient of each of `tracked`.
         """
         self._check_versions("got inputs that were changed in place after it ran")
-        if self._kept is not None:
-            (tensors, fresh), self._kept = self._kept, None
-            self._flow(tensors, grads)
-            return [x.grad for x in fresh]
-        with self._as_it_was():
-            _, tensors, fresh = self._compute()
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.usable():
+            return self._use(kept, grads, bound)
+        del kept
+        with self._as_it_was(), bound.later.found_in(bound):
+            _, tensors, fresh = self._compute_counted(bound)
             if len(tensors) != len(self.outputs):
                 msg = f"{self.block.name} returned {len(self.outputs)} tensors, then {len(tensors)} for the same inputs"
                 raise ModelError(msg)
             self._flow(tensors, grads)
         return [x.grad for x in fresh]
+
+    def _compute_counted(self, bound: Bound) -> tuple[Any, list[Tensor], list[Tensor]]:
+        """Run again, and let the plan learn how much the graph holds."""
+        if not self.keepable:
+            return self._compute()
+        saver = Saver(bound)
+        with torch.autograd.graph.saved_tensors_hooks(saver.pack, bound.later.unpack):
+            result = self._compute()
+        self._count(bound, saver)
+        return result
+
+    def _use(
+        self, kept: Kept, grads: Sequence[Tensor | None], bound: Bound
+    ) -> list[Tensor | None]:
+        """Send gradients through a graph that forward left."""
+        if kept.later is None:
+            self._flow(kept.tensors, grads)
+        else:
+            check_same_weights(self.block, kept.later.version, bound.version)
+            with kept.later.found_in(bound):
+                self._flow(kept.tensors, grads)
+        kept.release()
+        return [x.grad for x in kept.fresh]
 
     # -- inside ---------------------------------------------------------------------------------------
 
@@ -256,7 +327,7 @@ class BlockCall:
         self._recorded_counts = {key: len(values) for key, values in recorded.items()}
 
     def _refuse(self, _: None) -> Tensor:
-        raise ModelError(_ESCAPED.format(self.block.name))
+        raise ModelError(ESCAPED.format(self.block.name))
 
     def _check_inputs(self) -> None:
         for value in self._inputs:
@@ -301,11 +372,21 @@ def _discard(_: Tensor) -> None:
     """Keep nothing of what autograd wants to save."""
 
 
+def check_same_weights(block: Block, then: int, now: int) -> None:
+    """Raise ModelError if the executor's count of weight changes went on between forward and backward."""
+    if then != now:
+        msg = (
+            f"the weights of {block.name} changed between forward and backward; "
+            "call backward before optimizer.step()"
+        )
+        raise ModelError(msg)
+
+
 def refuse_gradient(block: str) -> Callable[[Tensor], None]:
     """Return a hook for tensors of a run whose graph must not be used: a gradient there would be lost."""
 
     def refuse(_: Tensor) -> None:
-        raise ModelError(_ESCAPED.format(block))
+        raise ModelError(ESCAPED.format(block))
 
     return refuse
 

@@ -29,6 +29,9 @@ class StepResult:
         their sum is the step's wall time.
     read_bytes, written_bytes
         Bytes moved between RAM and disk in this step.
+    least_seconds
+        By resource, the least time that what the step did takes there: ``compute`` is the time that blocks
+        and update kernels took, ``disk`` the bytes moved over the fastest rate that this disk has shown.
     """
 
     step: int
@@ -38,6 +41,19 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)
     read_bytes: int = 0
     written_bytes: int = 0
+    least_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def bound(self) -> str:
+        """The resource that bounds the step: the one that needs the most time; empty if unknown."""
+        least = self.least_seconds
+        return max(least, key=least.__getitem__) if least else ""
+
+    @property
+    def share_of_bound(self) -> float:
+        """Time that the bounding resource needs, as a share of the step's; 1.0 if nothing else is seen."""
+        total = self.total_seconds
+        return self.least_seconds[self.bound] / total if self.bound and total else 0.0
 
     @property
     def total_seconds(self) -> float:

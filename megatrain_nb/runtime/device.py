@@ -13,6 +13,14 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from megatrain_nb.runtime.pager import Values
+
+
+def tensor_over(host: Values) -> Tensor:
+    """Return a tensor over a piece's memory: float32, or bfloat16 over the halves of a split pack."""
+    tensor = torch.from_numpy(host)
+    return tensor if tensor.dtype == torch.float32 else tensor.view(torch.bfloat16)
+
 
 class Device(Protocol):
     """The whole difference between a CPU and an accelerator, for the runtime."""
@@ -21,8 +29,8 @@ class Device(Protocol):
     in_place: bool
     peak_bytes: int
 
-    def onload(self, host: NDArray[np.float32]) -> Tensor:
-        """Return a pack's flat weights, float32 (numel,), where the block computes."""
+    def onload(self, host: Values) -> Tensor:
+        """Return a pack's flat weights, float32 or bfloat16 (numel,), where the block computes."""
 
     def release(self, flat: Tensor) -> None:
         """End the use of what ``onload`` returned; the memory may be reused."""
@@ -46,9 +54,9 @@ class HostDevice:
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
 
-    def onload(self, host: NDArray[np.float32]) -> Tensor:
+    def onload(self, host: Values) -> Tensor:
         """Return a view of the host memory."""
-        return torch.from_numpy(host)
+        return tensor_over(host)
 
     def release(self, flat: Tensor) -> None:
         """Nothing to give back: the slab belongs to the pager."""
@@ -65,10 +73,13 @@ class HostDevice:
         """Nothing to give back."""
 
 
+_Format = tuple[int, torch.dtype]  # elements, and what they are
+
+
 class SlotDevice:
     """A device with its own memory: packs are copied into slots, gradients copied out.
 
-    Slots are kept and reused by size. ``SlotDevice(torch.device("cpu"))`` is the twin that runs the
+    Slots are kept and reused by size and dtype. ``SlotDevice(torch.device("cpu"))`` is the twin that runs the
     same code, separate copies included, where there is no accelerator.
     """
 
@@ -79,11 +90,11 @@ class SlotDevice:
     ) -> None:
         self.torch_device = torch_device
         self._max_bytes = max_bytes
-        self._free: dict[int, list[Tensor]] = {}
+        self._free: dict[_Format, list[Tensor]] = {}
         self._used_bytes = 0
         self.peak_bytes = 0
 
-    def onload(self, host: NDArray[np.float32]) -> Tensor:
+    def onload(self, host: Values) -> Tensor:
         """Copy a pack into a slot.
 
         Raises
@@ -91,34 +102,35 @@ class SlotDevice:
         BudgetError
             The slots would exceed ``max_vram_gb``.
         """
-        free = self._free.get(host.size)
-        slot = free.pop() if free else self._new_slot(host.size)
+        values = tensor_over(host)
+        wanted = (values.numel(), values.dtype)
+        free = self._free.get(wanted)
+        slot = free.pop() if free else self._new_slot(*wanted)
         # A blocking copy: the host memory may be reused as soon as this returns.
-        slot.copy_(torch.from_numpy(host))
+        slot.copy_(values)
         return slot
 
-    def _new_slot(self, numel: int) -> Tensor:
-        nbytes = numel * 4
+    def _new_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
+        nbytes = numel * dtype.itemsize
         while (
             self._max_bytes is not None and self._used_bytes + nbytes > self._max_bytes
         ):
-            size = next((size for size, slots in self._free.items() if slots), None)
-            if size is None:
+            unused = next((slots for slots in self._free.values() if slots), None)
+            if unused is None:
                 msg = (
                     f"max_vram_gb={self._max_bytes / 1e9:.3g}: {self._used_bytes / 1e9:.3g} GB of slots are in "
                     f"use and a block of {nbytes / 1e9:.3g} GB is next; raise max_vram_gb"
                 )
                 raise BudgetError(msg)
-            self._free[size].pop()
-            self._used_bytes -= size * 4
-        slot = torch.empty(numel, dtype=torch.float32, device=self.torch_device)
+            self._used_bytes -= unused.pop().nbytes
+        slot = torch.empty(numel, dtype=dtype, device=self.torch_device)
         self._used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self._used_bytes)
         return slot
 
     def release(self, flat: Tensor) -> None:
         """Put the slot back for the next pack of its size."""
-        self._free.setdefault(flat.numel(), []).append(flat)
+        self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
 
     def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:
         """Gradients accumulate on the device and leave once per window."""

@@ -21,30 +21,75 @@ from torch import Tensor, nn
 from megatrain_nb.errors import ModelError, SessionError, StoreError
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule, successors
 from megatrain_nb.plan.timeline import Span
+from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
-from megatrain_nb.runtime.call import BlockCall, keep_weights, refuse_gradient
+from megatrain_nb.runtime.call import BlockCall, keep_weights
+from megatrain_nb.runtime.chunks import HOME
+from megatrain_nb.runtime.device import tensor_over
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.kept import Keeping, Later, loosen
+from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
 from megatrain_nb.runtime.pager import What
 
 if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Iterator
 
+    from megatrain_nb.optim.adamw import Segment
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.layers import Block, Home, Layers
     from megatrain_nb.runtime.pager import Pager
+    from megatrain_nb.runtime.update import Updates
     from megatrain_nb.runtime.window import Window
 
 
 class Bound:
-    """A loaded block: inside ``with``, its modules hold ordinary parameters over the loaded weights."""
+    """A loaded block: inside ``with``, its modules hold ordinary parameters over the loaded weights.
+
+    Attributes
+    ----------
+    plain
+        The ordinary parameter for each streamed one.
+    flats
+        The loaded weights of each of its packs, flat.
+    later
+        Where the graphs of kept calls find their weights when backward comes.
+    landed
+        For a parameter whose gradient has a home: brings it there.
+    sums
+        Where the bf16 gradients of a split parameter add up in fp32.
+    """
 
     def __init__(
-        self, executor: Executor, block: Block, plain: dict[nn.Parameter, nn.Parameter]
+        self, executor: Executor, block: Block, flats: dict[int, Tensor]
     ) -> None:
-        self.plain = plain
+        self.plain: dict[nn.Parameter, nn.Parameter] = {}
+        self.flats = flats
+        self.later = Later(block.name, executor.version)
+        self.landed: dict[nn.Parameter, Callable[[Tensor], None]] = {}
+        self.sums: dict[nn.Parameter, Tensor] = {}
         self._executor = executor
         self._block = block
+
+    @property
+    def version(self) -> int:
+        """The count of weight changes now."""
+        return self._executor.version
+
+    @property
+    def keeping(self) -> Keeping:
+        """The budget of kept activations."""
+        return self._executor.keeping
+
+    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Do what autograd does for a parameter, for a graph that was made with another one's weights."""
+        plain = self.plain[param]
+        if plain.grad is not None:
+            plain.grad.add_(grad)
+            return
+        plain.grad = grad
+        if param in self.landed:
+            self.landed[param](plain)
 
     def __enter__(self) -> Self:
         for site in self._block.sites:
@@ -59,10 +104,12 @@ class Bound:
         self._executor.inside = self._block
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._executor.inside = None
         for site in self._block.sites:
             site.module._parameters[site.name] = site.param
+        if kind is None:
+            self._executor.between_calls()
 
 
 class Executor:
@@ -74,12 +121,16 @@ class Executor:
         2-norm of the pending gradient of each parameter that has one, as a float32 scalar tensor.
     version
         Counts changes of the weights.
+    keeping
+        Which calls keep their activations for backward.
     compute_seconds
         Time inside blocks' forward and backward so far.
     inside
         The block whose modules hold ordinary parameters at this moment, or None.
     unusable
         Why the model must not be used any more; empty while it may.
+    logits
+        Which calls of the head wait; None for none.
     """
 
     def __init__(
@@ -87,13 +138,16 @@ class Executor:
         layers: Layers,
         *,
         pager: Pager,
+        updates: Updates,
         device: Device,
         on_span: Callable[[Span], None],
         stop: threading.Event,
         relieve: Callable[[], None],
     ) -> None:
         self.layers = layers
+        self.keeping = Keeping()
         self.pager = pager
+        self.updates = updates
         self.device = device
         self.norms: dict[nn.Parameter, Tensor] = {}
         self.version = 0
@@ -101,6 +155,7 @@ class Executor:
         self.window: Window | None = None
         self.inside: Block | None = None
         self.unusable = ""
+        self.logits: LargeLogits | None = None
         self.stop = stop
         self._relieve = relieve
         self._on_span = on_span
@@ -119,11 +174,27 @@ class Executor:
         self.check_usable()
         if self.inside is not None:
             return self._nested(block, args, kwargs)
+        if self.logits is not None:
+            args, kwargs = plain_arguments(args, kwargs)
+            waiting = self.logits.put_off(block, args, kwargs)
+            if waiting is not None:
+                return waiting
+        return self.call_now(block, args, kwargs)
+
+    def call_now(
+        self,
+        block: Block,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        make: type[BlockCall] = BlockCall,
+    ) -> Any:
+        """Run a block, or hand its call to the window."""
         if not torch.is_grad_enabled():
             if self.window is not None and self.window.is_inside():
                 return self.window.visit(block, args, kwargs)
             return self.forward_only(block, args, kwargs)
-        call = BlockCall(block, args, kwargs, self.device.torch_device)
+        call = make(block, args, kwargs, self.device.torch_device)
         if self.window is not None and self.window.is_inside():
             return self.window.suspend(call)
         return through_autograd(self, call)
@@ -155,6 +226,12 @@ class Executor:
         if self._complete and self._order:
             self._learned = self._order
         self._order, self._complete = [], False
+        if self.window is None:
+            self.keeping.choose(self._learned)
+
+    def expect_window(self) -> None:
+        """Note that a window starts."""
+        self.keeping.choose(self._learned)
 
     def end_forward(self) -> None:
         """Note that the model's forward is complete."""
@@ -181,13 +258,16 @@ class Executor:
     def _running(self, block: Block, kind: Kind, *, turning: bool) -> Iterator[Bound]:
         self._advance(block, kind)
         with_grads = turning or kind is Kind.BACKWARD
-        grads = {
-            pack: self.pager.need(pack, What.GRADS)
-            for pack in self._trained_packs(block)
-            if with_grads
-        }
-        start = time.perf_counter()
-        bound = Bound(self, block, self._plain_parameters(block, grads))
+        early = block.spec.index in self._first
+        if early and kind is Kind.BACKWARD and self.window is not None:
+            for pack in self._first_packs():  # a step follows, and the next forward
+                self.updates.read_ahead(pack)
+        grads = self._need_gradients(block) if with_grads else {}
+        start, before = time.perf_counter(), self.not_computing()
+        bound = Bound(
+            self, block, {pack: self._loaded[pack] for pack in block.spec.packs}
+        )
+        self._make_parameters(bound, block, grads)
         versions = [plain._version for plain in bound.plain.values()]
         try:
             yield bound
@@ -199,15 +279,22 @@ class Executor:
                 raise ModelError(msg)
             if with_grads:
                 self._take_gradients(block, bound)
+            elif bound.later.used:
+                for plain in bound.plain.values():
+                    loosen(plain)
         finally:
             for pack in grads:
-                self.pager.drop(pack, What.GRADS, dirty=True)
+                self.pager.drop(pack, What.GRADS, dirty=True, keep=early)
             end = time.perf_counter()
-            self.compute_seconds += end - start
+            self.compute_seconds += end - start - (self.not_computing() - before)
             self._on_span(
                 Span(kind=str(kind), name=block.name, start_s=start, end_s=end)
             )
         self._relieve()
+
+    def not_computing(self) -> float:
+        """Return the seconds that the kernels of the update and waiting for the disk have taken so far."""
+        return self.updates.seconds + self.pager.wait_seconds
 
     def is_last(self, block: Block) -> bool:
         """Whether the forward in progress is expected to end with this call of the block."""
@@ -241,6 +328,11 @@ class Executor:
 
     def _onload(self, pack: int) -> None:
         host = self.pager.need(pack, What.WEIGHTS)
+        try:
+            self.updates.finish(pack)
+        except BaseException:
+            self.pager.drop(pack, What.WEIGHTS)
+            raise
         start = time.perf_counter()
         self._loaded[pack] = self.device.onload(host)
         if not self.device.in_place:
@@ -259,7 +351,6 @@ class Executor:
     def _plan(self, wanted: Action) -> list[Action]:
         spec = self.layers.spec
         self._ahead.clear()
-        self._settle_unneeded(spec.blocks[wanted.block].packs)
         if wanted.kind is Kind.FORWARD:
             order = successors(self._learned, wanted.block, len(self._order))
         else:
@@ -269,6 +360,7 @@ class Executor:
                 if wanted.block in seen
                 else [wanted.block]
             )
+        self._settle_unneeded(self._packs_of(order[:NUM_FIRST]))
         return make_schedule(spec, order, wanted.kind)
 
     def _note(self, action: Action) -> None:
@@ -286,8 +378,18 @@ class Executor:
 
     def _read(self, block: int) -> None:
         self._ahead.append(block)
+        self._read_packs(block)
+
+    def _read_packs(self, block: int) -> None:
         for pack in self.layers.spec.blocks[block].packs:
-            self.pager.fetch(pack, What.WEIGHTS)
+            if self.pager.fetch(pack, What.WEIGHTS) and pack in self.updates:
+                self.updates.read_ahead(pack)
+
+    def between_calls(self) -> None:
+        """Between two micro-batches: read what had no room before, update what has been read."""
+        for block in self._ahead:
+            self._read_packs(block)
+        self.updates.advance()
 
     def _free(self, block: int, wanted: Action) -> None:
         """Unload a block, but for the packs that the next ones use as well."""
@@ -295,13 +397,14 @@ class Executor:
         keep = {
             pack for near in (wanted.block, *self._ahead) for pack in blocks[near].packs
         }
+        soon = self._soon(wanted.kind)
         for pack in blocks[block].packs:
             if pack in self._loaded and pack not in keep:
-                self._unload(pack)
+                self._unload(pack, keep=pack in soon)
 
-    def _unload(self, pack: int) -> None:
+    def _unload(self, pack: int, *, keep: bool = False) -> None:
         self.device.release(self._loaded.pop(pack))
-        self.pager.drop(pack, What.WEIGHTS)
+        self.pager.drop(pack, What.WEIGHTS, keep=keep)
 
     def _settle_unneeded(self, keep: tuple[int, ...]) -> None:
         for pack in self.layers.spec.packs:
@@ -316,7 +419,54 @@ class Executor:
         """Let every block's weights go where the plan wants them; the schedule starts anew."""
         self._actions.clear()
         self._ahead.clear()
+        self.updates.rest()
         self._settle_unneeded(())
+
+    def turn_over(self) -> None:
+        """After a step's backward: what the next forward begins with stays or is read, the rest goes."""
+        order = self._expected()
+        keep = self._first_packs()
+        self._ahead.clear()
+        for pack in keep:
+            if pack in self._loaded:
+                self._unload(pack, keep=True)  # a device's copy of it is old now
+        self._settle_unneeded(keep)
+        self._actions = deque(make_schedule(self.layers.spec, order, Kind.FORWARD))
+        while self._actions and self._actions[0].kind is Kind.READ:
+            self._read(self._actions.popleft().block)
+
+    def begin_update(
+        self, segments: dict[int, list[Segment]], *, grad_scale: float
+    ) -> None:
+        """Note an AdamW step as due, in the order in which the next forward needs it."""
+        order = self._packs_of(self._expected())
+        self.updates.begin(segments, grad_scale=grad_scale, order=order)
+        self.version += 1
+
+    def _expected(self) -> list[int]:
+        """Return the blocks of the next forward, in order."""
+        return self._order if self._complete and self._order else self._learned
+
+    def _first_packs(self) -> tuple[int, ...]:
+        """Return the packs that the next forward begins with."""
+        return self._packs_of(self._first)
+
+    def _soon(self, kind: Kind) -> tuple[int, ...]:
+        """Return the packs that the pass after this one begins with: they stay while there is room."""
+        if kind is Kind.BACKWARD:
+            return self._first_packs()
+        if self.window is None:  # who knows what comes
+            return ()
+        return self._packs_of(self._learned[-1 - NUM_FIRST : -1])
+
+    def _packs_of(self, blocks: list[int]) -> tuple[int, ...]:
+        return tuple(
+            p for block in blocks for p in self.layers.spec.blocks[block].packs
+        )
+
+    @property
+    def _first(self) -> list[int]:
+        return self._expected()[:NUM_FIRST]
 
     def weights_change(self) -> None:
         """Note that weights are about to change outside an update; copies on a device are stale then."""
@@ -326,31 +476,36 @@ class Executor:
 
     # -- parameters in modules --------------------------------------------------------------------------
 
-    def _plain_parameters(
-        self, block: Block, grads: dict[int, Any]
-    ) -> dict[nn.Parameter, nn.Parameter]:
+    def _make_parameters(
+        self, bound: Bound, block: Block, grads: dict[int, Any]
+    ) -> None:
         """Make ordinary parameters over the loaded weights."""
-        plain: dict[nn.Parameter, nn.Parameter] = {}
         recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
             for param in dict.fromkeys(site.param for site in block.sites):
                 home = self.layers.homes[param]
-                values = part_of(self._loaded[home.pack.index], home)
-                plain[param] = nn.Parameter(values, requires_grad=param.requires_grad)
+                values = part_of(bound.flats[home.pack.index], home)
+                plain = nn.Parameter(values, requires_grad=param.requires_grad)
+                bound.plain[param] = plain
                 if not param.requires_grad:
                     continue
                 if grads:
-                    self._home_gradient(param, plain[param], grads[home.pack.index])
+                    self._home_gradient(param, bound, grads[home.pack.index])
                 elif recorded:
-                    plain[param].register_hook(refuse_gradient(block.name))
-        return plain
+                    plain.register_hook(bound.later.check)
+                    plain.register_post_accumulate_grad_hook(
+                        bound.later.hand_over(param)
+                    )
 
-    def _home_gradient(
-        self, param: nn.Parameter, plain: nn.Parameter, host: Any
-    ) -> None:
+    def _home_gradient(self, param: nn.Parameter, bound: Bound, host: Any) -> None:
         """Let gradients accumulate in the very bytes that the optimizer will read, where that is possible."""
-        home = self.layers.homes[param]
+        home, plain = self.layers.homes[param], bound.plain[param]
         gradient = self.device.gradient_home(host)
+        if home.pack.split:
+            pending = part_of(tensor_over(host), home)
+            self._sum_gradient(param, bound, pending, in_place=gradient is not None)
+            return
+        setattr(plain, HOME, None if gradient is None else part_of(gradient, home))
         if gradient is None:
             if param in self.norms:  # added to in the same order as on the host
                 pending = part_of(torch.from_numpy(host), home)
@@ -369,31 +524,54 @@ class Executor:
                 gradient.copy_(tensor.grad)
                 tensor.grad = gradient
 
+        bound.landed[param] = landed
         plain.register_post_accumulate_grad_hook(landed)
 
-    def _trained_packs(self, block: Block) -> list[int]:
-        """Return the packs of a block in which a parameter wants a gradient."""
+    def _sum_gradient(
+        self, param: nn.Parameter, bound: Bound, pending: Tensor, *, in_place: bool
+    ) -> None:
+        """Let a split parameter's bf16 gradients add up in fp32, one micro-batch after the other."""
+        total, device = pending, self.device.torch_device
+        if not in_place:
+            total = torch.empty_like(pending, device=device)
+        if param in self.norms:
+            bound.sums[param] = total if in_place else total.copy_(pending)
+
+        def landed(tensor: Tensor) -> None:
+            grad, tensor.grad = tensor.grad, None
+            if grad is None:
+                return
+            if param in bound.sums:
+                total.add_(grad)
+            else:
+                bound.sums[param] = total.copy_(grad)
+
+        bound.landed[param] = landed
+        bound.plain[param].register_post_accumulate_grad_hook(landed)
+
+    def _need_gradients(self, block: Block) -> dict[int, Any]:
+        """Bring the gradients of the packs to RAM in which a parameter wants one; by pack."""
+        homes = self.layers.homes
         params = (site.param for site in block.sites if site.param.requires_grad)
-        return list(
-            dict.fromkeys(self.layers.homes[param].pack.index for param in params)
-        )
+        packs = dict.fromkeys(homes[param].pack.index for param in params)
+        # A parameter without a norm has no gradient: nobody looks at the bytes there.
+        blank = packs.keys() - {homes[param].pack.index for param in self.norms}
+        found = self.pager.need_all(((pack, What.GRADS) for pack in packs), blank=blank)
+        return {pack: values for (pack, _), values in found.items()}
 
     def _take_gradients(self, block: Block, bound: Bound) -> None:
         """Bring gradients to RAM, and note their norms while they are at hand."""
         start = time.perf_counter()
         num_bytes = 0
         for param, plain in bound.plain.items():
-            if plain.grad is None:
+            gradient = bound.sums.get(param, plain.grad)
+            if gradient is None:
                 continue
             home = self.layers.homes[param]
-            pending = part_of(
-                torch.from_numpy(
-                    self.pager.piece(home.pack.index, What.GRADS).floats()
-                ),
-                home,
-            )
-            if plain.grad.data_ptr() != pending.data_ptr():
-                pending.copy_(plain.grad)
+            host = self.pager.piece(home.pack.index, What.GRADS).values()
+            pending = part_of(tensor_over(host), home)
+            if gradient.data_ptr() != pending.data_ptr():
+                pending.copy_(gradient)
             num_bytes += pending.nbytes
             self.norms[param] = torch.linalg.vector_norm(pending)
         end = time.perf_counter()
@@ -412,9 +590,8 @@ class Executor:
     def drop_gradients(self) -> None:
         """Forget all pending gradients."""
         self.norms.clear()
-        self.pager.lost = ""
         for pack in self.layers.spec.packs:
-            self.pager.discard(pack.index, What.GRADS)
+            self.updates.forget_gradient(pack.index)
         for param in self.layers.resident.values():
             param.grad = None
 

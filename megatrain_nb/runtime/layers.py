@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatrain_nb.errors import ModelError
+from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.plan.model import (
     BlockSpec,
     ModelSpec,
@@ -77,6 +77,11 @@ class Home:
     pack: PackSpec
     spec: ParamSpec
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the parameter computes in."""
+        return torch.bfloat16 if self.pack.split else torch.float32
+
 
 @dataclass(frozen=True)
 class Layers:
@@ -88,31 +93,60 @@ class Layers:
         For each streamed parameter, where its bytes are; in the order of ``model.parameters()``.
     resident
         Parameters that modules around the blocks own directly; they stay ordinary ones.
+    given
+        For each streamed parameter, what it was when the model was cut.
     """
 
     spec: ModelSpec
     blocks: tuple[Block, ...]
     homes: dict[nn.Parameter, Home]
     resident: dict[str, nn.Parameter]
+    given: dict[nn.Parameter, torch.dtype]
 
 
-def cut(model: nn.Module) -> Layers:
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return what a model is asked to compute in.
+
+    Raises
+    ------
+    ArgumentError
+        Neither float32 nor bfloat16, nor None.
+    """
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    found = known.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in known.values() and dtype is not None:
+        msg = (
+            f"dtype={dtype!r} cannot be trained here; give torch.float32, or torch.bfloat16 (bf16 compute with an "
+            "fp32 master)"
+        )
+        raise ArgumentError(msg)
+    return found
+
+
+def cut(model: nn.Module, dtype: torch.dtype | None = None) -> Layers:
     """Find the blocks of a model and lay out their parameters.
+
+    Parameters
+    ----------
+    model
+        Its float32 parameters become fp32 packs, its bfloat16 ones split packs.
+    dtype
+        float32 or bfloat16: take all of them as these.
 
     Raises
     ------
     ModelError
-        No parameters, or some that are not float32.
+        No parameters, or some that can be neither.
     """
     names = {param: name for name, param in model.named_parameters()}
     if not names:
         msg = f"{type(model).__name__} has no parameters to train"
         raise ModelError(msg)
     for param, name in names.items():
-        if param.dtype != torch.float32:
+        if param.dtype not in (torch.float32, torch.bfloat16):
             msg = (
-                f"{name} is {str(param.dtype).removeprefix('torch.')}; training keeps fp32 weights, so load or make "
-                "the model with dtype=torch.float32 (bf16 compute with an fp32 master comes in a later version)"
+                f"{name} is {str(param.dtype).removeprefix('torch.')}; load or make the model with "
+                "dtype=torch.float32, or with dtype=torch.bfloat16 for bf16 compute with an fp32 master"
             )
             raise ModelError(msg)
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
@@ -126,28 +160,45 @@ def cut(model: nn.Module) -> Layers:
         own = list(
             dict.fromkeys(site.param for site in sites if site.param not in homes)
         )
-        if own:
+        halves = [param for param in own if (dtype or param.dtype) == torch.bfloat16]
+        whole = [param for param in own if param not in set(halves)]
+        for params in (halves, whole):
+            if not params:
+                continue
+            both = bool(halves and whole)
             pack = pack_params(
-                len(packs), name, [(names[param], tuple(param.shape)) for param in own]
+                len(packs),
+                f"{name} (fp32)" if both and params is whole else name,
+                [(names[param], tuple(param.shape)) for param in params],
+                split=params is halves,
             )
             packs.append(pack)
             homes.update(
                 {
                     param: Home(pack, spec)
-                    for param, spec in zip(own, pack.params, strict=True)
+                    for param, spec in zip(params, pack.params, strict=True)
                 }
             )
         used = tuple(dict.fromkeys(homes[site.param].pack.index for site in sites))
         blocks.append(
             Block(BlockSpec(index=len(blocks), name=name, packs=used), module, sites)
         )
+    resident = {name: param for param, name in names.items() if param not in homes}
+    for name, param in resident.items():
+        if param.requires_grad and (dtype or param.dtype) == torch.bfloat16:
+            msg = (
+                f"{name} lies beside the blocks, so it stays an ordinary parameter, and there is no fp32 master for "
+                f"those; freeze it ({name}.requires_grad_(False)), or train the model in fp32"
+            )
+            raise ModelError(msg)
     return Layers(
         spec=ModelSpec(
             blocks=tuple(block.spec for block in blocks), packs=tuple(packs)
         ),
         blocks=tuple(blocks),
         homes={param: homes[param] for param in names if param in homes},
-        resident={name: param for param, name in names.items() if param not in homes},
+        resident=resident,
+        given={param: param.dtype for param in homes},
     )
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, ModelError
-from megatrain_nb.runtime.layers import cut
+from megatrain_nb.runtime.layers import cut, parse_dtype
 from megatrain_nb.runtime.offload import OffloadedModel, prepare
 from megatrain_nb.runtime.session import require_session
-from megatrain_nb.runtime.tensor import StreamedParameter, stream_parameter
+from megatrain_nb.runtime.tensor import stream_parameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,7 +48,8 @@ def from_config(
     auto_class
         ``AutoModelForCausalLM`` (the default), another auto class, or a model class.
     dtype
-        float32, the default.
+        float32, the default; or bfloat16: computes in bf16, with the fp32 numbers of the initial weights as
+        master.
     seed
         Calls ``torch.manual_seed(seed)`` first; None goes on with the random state as it is.
     **kwargs
@@ -65,18 +66,16 @@ def from_config(
     SessionError
         No session is open.
     ArgumentError
-        A dtype other than float32.
+        A dtype that is neither.
     BudgetError
         The budget does not hold what streams.
     """
     session = require_session()
-    if dtype not in (None, torch.float32, "float32"):
-        msg = f"dtype={dtype}: only torch.float32 works in this version; bf16 compute with an fp32 master is to come"
-        raise ArgumentError(msg)
+    wanted = parse_dtype(dtype) or torch.float32
     make = _maker(auto_class, dict(kwargs, dtype=torch.float32))
     with torch.device("meta"), _each_registered() as registered:
         draft = make(copy.deepcopy(config))
-    layers = cut(draft)
+    layers = cut(draft, wanted)
     homes: list[Home | None] = [layers.homes.get(param) for param in registered]
     resident = set(layers.resident.values())
     keeps = [param in resident for param in registered]
@@ -88,7 +87,7 @@ def from_config(
         with _each_registered(lambda param: _settle(param, sources, offloaded)):
             model = make(config)
         offloaded.pager.barrier()
-        return _finish(model, offloaded)
+        return _finish(model, offloaded, wanted)
     except BaseException:
         offloaded.close("making the model failed")
         raise
@@ -109,24 +108,29 @@ def _settle(
         raise ModelError(msg)
     if keeps:
         return
-    source = _Scratch(tuple(param.shape)) if home is None else offloaded.source(draft)
+    # The model's own initialisation works on the fp32 numbers, whatever computes later.
+    scratch = _Scratch(tuple(param.shape))
+    source = scratch if home is None else offloaded.source(draft).master()
     with source.opened(write=True) as values, torch.no_grad():
         values.copy_(param)
     stream_parameter(param, source, offloaded.device)
 
 
-def _finish(model: nn.Module, offloaded: OffloadedModel) -> nn.Module:
+def _finish(
+    model: nn.Module, offloaded: OffloadedModel, dtype: torch.dtype
+) -> nn.Module:
     """Let the record that was made for the draft speak of the real model."""
-    layers = cut(model)
+    layers = cut(model, dtype)
     if layers.spec != offloaded.layers.spec:
         msg = f"{type(model).__name__} has other blocks than on the meta device; make it with from_config of transformers"
         raise ModelError(msg)
     prepare(model)
     offloaded.become(model, layers)
     for param in layers.homes:
-        assert isinstance(param, StreamedParameter)
-        param._source = offloaded.source(param)
-    offloaded.intercept()
+        stream_parameter(param, offloaded.source(param), offloaded.device, dtype)
+    if getattr(getattr(model, "config", None), "dtype", None) is not None:
+        model.config.dtype = dtype
+    offloaded.intercept(dtype)
     return model
 
 

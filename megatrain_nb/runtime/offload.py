@@ -6,35 +6,48 @@ import inspect
 import logging
 import math
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain_nb.errors import BudgetError, ModelError, SessionError, StoreError
-from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
+from megatrain_nb.errors import (
+    ArgumentError,
+    BudgetError,
+    ModelError,
+    SessionError,
+    StoreError,
+)
+from megatrain_nb.plan.keep import prefers_kept
+from megatrain_nb.plan.memory import (
+    Residency,
+    plan_residency,
+    working_bytes,
+    written_bytes,
+)
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
-from megatrain_nb.runtime.executor import Executor, part_of
+from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
-from megatrain_nb.runtime.layers import Home, Layers, cut
-from megatrain_nb.runtime.pager import STATES, Pager, What
+from megatrain_nb.runtime.fuse import Fusing
+from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
+from megatrain_nb.runtime.logits import LargeLogits
+from megatrain_nb.runtime.pager import MOMENTS, Pager, What
+from megatrain_nb.runtime.source import PieceSource
 from megatrain_nb.runtime.tensor import (
-    StreamedTensor,
     plain_parameter,
     source_of,
     stream_parameter,
     streamed_tensor,
 )
 from megatrain_nb.runtime.tokens import loss_of, valid_tokens
+from megatrain_nb.runtime.update import Updates
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
     from torch.utils.hooks import RemovableHandle
 
     from megatrain_nb.runtime.session import Session
@@ -45,65 +58,15 @@ logger = logging.getLogger("megatrain_nb")
 _FIRST_GUESS = 0.25
 
 
-class PieceSource:
-    """Where a streamed tensor's values are: one parameter's part of one piece."""
-
-    def __init__(
-        self, offloaded: OffloadedModel, param: nn.Parameter, home: Home, what: What
-    ) -> None:
-        self.name = (
-            home.spec.name
-            if what is What.WEIGHTS
-            else f"{what.value} of {home.spec.name}"
-        )
-        self._offloaded = offloaded
-        self._param = param
-        self._home = home
-        self._what = what
-
-    @contextmanager
-    def opened(self, *, write: bool) -> Iterator[Tensor]:
-        """Give a plain tensor over the values for a moment."""
-        self._offloaded.executor.check_usable()
-        if write and self._what is What.WEIGHTS:
-            self._offloaded.executor.weights_change()
-        with self._offloaded.pager.opened(
-            self._home.pack.index, self._what, write=write
-        ) as flat:
-            values = part_of(torch.from_numpy(flat), self._home)
-            yield values
-            if write and self._what is What.GRADS:
-                self._offloaded.executor.norms[self._param] = torch.linalg.vector_norm(
-                    values
-                )
-
-    def grad(self) -> StreamedTensor | None:
-        """Return the pending gradient of a parameter, or None."""
-        if self._param not in self._offloaded.executor.norms:
-            return None
-        source = PieceSource(self._offloaded, self._param, self._home, What.GRADS)
-        return streamed_tensor(
-            source, self._home.spec.shape, torch.float32, self._offloaded.device
-        )
-
-    def set_grad(self, value: Tensor | None) -> None:
-        """Replace or drop the pending gradient."""
-        if value is None:
-            self._offloaded.executor.norms.pop(self._param, None)
-            return
-        with PieceSource(self._offloaded, self._param, self._home, What.GRADS).opened(
-            write=True
-        ) as values:
-            values.copy_(value)
-
-
 class OffloadedModel:
     """One model in a session's store.
 
     Attributes
     ----------
-    layers, pager, executor
-        The cut model, its bytes, and what runs it.
+    layers, pager, updates, executor
+        The cut model, its bytes, the updates that are due, and what runs it.
+    step_seconds
+        Time in ``optimizer.step`` so far, without the kernels' and without waiting.
     steps
         Updates that each parameter has had.
     residency
@@ -125,19 +88,25 @@ class OffloadedModel:
             store=session.store,
             on_span=session.on_span,
         )
+        self.updates = Updates(
+            self.pager, threads=session.threads, on_span=session.on_span
+        )
         self.executor = Executor(
             layers,
             pager=self.pager,
+            updates=self.updates,
             device=session.device,
             on_span=session.on_span,
             stop=session.stop_event,
             relieve=self.relieve,
         )
+        self.logits = LargeLogits(self.executor, self._room_bytes)
+        self.executor.logits = self.logits
         self.device = session.device.torch_device
         self.steps: dict[nn.Parameter, int] = {}
         self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         self.num_steps = 0
-        self.update_seconds = 0.0
+        self.step_seconds = 0.0
         self.last_step: StepResult | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self._since: dict[str, float] | None = None
@@ -145,8 +114,12 @@ class OffloadedModel:
         self._tokens = 0
         self.saved_version = 0
         self.residency = Residency()
+        self.fusing: Fusing | None = None
         self._hooks: list[RemovableHandle] = []
         self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
+        self._keep_wanted = self._keep_beside = 0
+        self._keep_first = False
+        self._room = 0
         session.adopt(self)
         try:
             session.plan()
@@ -163,10 +136,27 @@ class OffloadedModel:
             raise SessionError(msg)
         return model
 
+    def check_dtype(self, dtype: torch.dtype | None) -> None:
+        """Raise ArgumentError if parameters are in the store as anything but ``dtype``; None takes all."""
+        for home in self.layers.homes.values():
+            if dtype not in (None, home.dtype):
+                msg = (
+                    f"dtype={dtype}: {home.spec.name} is in the session as {home.dtype} already; leave dtype out, or "
+                    "mt.unwrap(model) first"
+                )
+                raise ArgumentError(msg)
+
     @property
     def deleted(self) -> bool:
         """Whether nobody holds the model any more."""
         return self._model() is None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        msg = (
+            f"{self.name}: pickling (torch.save) a model in a session would bring its weights into RAM; save with "
+            "mt.save_pretrained(model, dir), or get an ordinary model back with mt.unwrap(model)"
+        )
+        raise ModelError(msg)
 
     # -- moving in and out ------------------------------------------------------------------------------
 
@@ -175,14 +165,18 @@ class OffloadedModel:
         return PieceSource(self, param, self.layers.homes[param], what)
 
     def move_in(self) -> None:
-        """Bring the model's parameters into the store, block by block; their memory is freed as it goes."""
+        """Bring the model's parameters into the store, block by block; their memory is freed as it goes.
+
+        A split parameter's fp32 number is the very value that it has.
+        """
         for param, home in self.layers.homes.items():
-            with (
-                self.pager.opened(home.pack.index, What.WEIGHTS, write=True) as flat,
-                torch.no_grad(),
-            ):
-                part_of(torch.from_numpy(flat), home).copy_(param)
-            stream_parameter(param, self.source(param), self.device)
+            source = self.source(param)
+            # What is bf16 already has no lower half: it is left out, and reads as zeros.
+            exact = home.pack.split and param.dtype != torch.bfloat16
+            place = source.master() if exact else source
+            with place.opened(write=True) as values, torch.no_grad():
+                values.copy_(param)
+            stream_parameter(param, source, self.device, home.dtype)
         self.pager.barrier()
 
     def become(self, model: nn.Module, layers: Layers) -> None:
@@ -190,12 +184,14 @@ class OffloadedModel:
         self._model = weakref.ref(model)
         self.layers = self.executor.layers = layers
 
-    def intercept(self) -> None:
-        """Send the blocks' calls through the executor."""
+    def intercept(self, dtype: torch.dtype | None) -> None:
+        """Send the blocks' calls through the executor; ordinary parameters become ``dtype`` as well."""
         self.saved_version = self.executor.version
         model = self.model
         model._megatrain = self  # type: ignore[assignment]
         model.save_pretrained = partial(save_pretrained, model)  # type: ignore[assignment]
+        for param in self.layers.resident.values():
+            param.data = param.data.to(dtype or param.dtype)
         self._hooks += [
             self.model.register_forward_pre_hook(self._before_forward),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -225,9 +221,12 @@ class OffloadedModel:
         """Give a model back that could not move in: what had moved comes out again."""
         for param in list(self.layers.homes):
             source = source_of(param)
-            if source is not None:
-                with source.opened(write=False) as values:
-                    plain_parameter(param, values.to(self.device, copy=True))  # type: ignore[arg-type]
+            if isinstance(source, PieceSource):
+                with source.master().opened(write=False) as values:
+                    plain_parameter(
+                        param,  # type: ignore[arg-type]
+                        values.to(self.device, self.layers.given[param], copy=True),
+                    )
         self.release()
         self.close("moving the model in failed")
 
@@ -249,8 +248,23 @@ class OffloadedModel:
             f"{why}: its weights are no longer in the store. Save before with mt.save_pretrained(model, dir), "
             "or get an ordinary model back with mt.unwrap(model)"
         )
+        self.updates.rest()
         self.pager.close()
         self.session.dismiss(self)
+
+    def fuse(self, wanted: bool) -> None:
+        """Let micro-batches of a window pass a block together, or not.
+
+        Raises
+        ------
+        ArgumentError
+            Neither True nor False.
+        """
+        given: object = wanted
+        if not isinstance(given, bool):
+            msg = f"fuse_micro_batches={wanted!r} is neither True nor False"
+            raise ArgumentError(msg)
+        self.fusing = Fusing(self.session.note) if wanted else None
 
     def note_saved(self) -> None:
         """Note that the weights as they are now were exported."""
@@ -274,6 +288,7 @@ class OffloadedModel:
         """
         spec, tile_numel = self.layers.spec, self.pager.tile_numel
         room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        self._room = max(room, 0)
         if self._reserved > max(room, 0) and self.num_steps:
             logger.warning(
                 "%s: its own tensors took %s and %s are left beside what streams, so the process exceeds max_ram_gb; "
@@ -286,22 +301,48 @@ class OffloadedModel:
             spec,
             limit_bytes=limit_bytes,
             activation_bytes=max(0, min(self._reserved, room)),
+            keep_bytes=self._keepable_bytes() + self._keep_beside,
+            keep_share=self._keep_share(),
             resident_bytes=self.session.max_resident_bytes,
             tile_numel=tile_numel,
         )
         self._check_disk(residency)
+        before = self.residency
+        if not (residency.states <= before.states and residency.grads <= before.grads):
+            # Tiles read ahead of a piece that is to stay would be newer than the whole that is read for it.
+            self.updates.rest()
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
+        keepable = residency.keep_bytes - self._keep_beside
+        self.executor.keeping.limit_bytes = max(keepable, 0)
+
+    def _keep_share(self) -> float:
+        given = self.session.keep_share
+        return float(self._keep_first) if given is None else given
+
+    def _keepable_bytes(self) -> int:
+        """Return what activations would take if all of a window's were kept, within what the session allows."""
+        if self.device.type != "cpu":
+            return 0  # they would take the accelerator's memory, not planned yet
+        allowed = self.session.max_kept_bytes
+        return self._keep_wanted if allowed is None else min(self._keep_wanted, allowed)
+
+    def _room_bytes(self) -> int:
+        """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""
+        device, spec = self.session.device, self.layers.spec
+        room = self._room
+        if device.torch_device.type == "cuda":
+            room = torch.cuda.get_device_properties(device.torch_device).total_memory
+        if not device.in_place and self.session.max_vram_bytes:
+            slots = 3 * max(spec.block_bytes(block.index) for block in spec.blocks)
+            room = max(0, min(room, self.session.max_vram_bytes - slots))
+        return room
 
     def _check_disk(self, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
-        spare = (
-            4
-            * min(self.pager.tile_numel, max(p.numel for p in self.layers.spec.packs))
-            * 4
-        )
-        needed = residency.disk_bytes + spare if residency.disk_bytes else 0
+        spec = self.layers.spec
+        needed = residency.disk_bytes and residency.disk_bytes + written_bytes(spec)
         allowed = self.session.disk_room_bytes(self)
         if needed > allowed:
             msg = (
@@ -312,19 +353,36 @@ class OffloadedModel:
 
     def relieve(self) -> None:
         """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
-        if self.session.other_bytes() > self._reserved:
+        if self.session.other_bytes() > self._reserved + self.residency.keep_bytes:
             heap.trim()
             self.learn()
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
+        keeping = self.executor.keeping
+        least = self.last_step.least_seconds if self.last_step is not None else {}
+        first = prefers_kept(least, now=self._keep_first)
         measured = round(1.05 * self.session.other_peak_bytes())
-        if measured > self._reserved or measured < 0.8 * self._reserved:
+        kept = keeping.restart_peak()
+        changed = first != self._keep_first
+        if kept:
+            # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
+            # grows, and only keeping gives way to it: so the plan comes to rest.
+            beside = measured - kept - self._reserved
+            changed |= beside > self._keep_beside
+            self._keep_beside = max(self._keep_beside, beside)
+            measured = self._reserved
+        if keeping.wanted_bytes > self._keep_wanted:
+            # A little more, so that a window that is hardly larger changes nothing.
+            self._keep_wanted = round(1.05 * keeping.wanted_bytes)
+            changed = True
+        if changed or not 0.8 * self._reserved <= measured <= self._reserved:
             self._reserved = max(measured, 0)
+            self._keep_first = first
             self.session.plan()
             logger.info(
                 "set aside %s for activations; %s resident",
-                format_bytes(measured),
+                format_bytes(self._reserved + self.residency.keep_bytes),
                 format_bytes(self.residency.resident_bytes),
             )
 
@@ -339,17 +397,35 @@ class OffloadedModel:
         with suppress(StoreError):
             self.pager.settle_writes(What.GRADS)
         if self.pager.lost:
-            raise StoreError(self.pager.lost)
+            raise StoreError(next(iter(self.pager.lost.values())))
 
     def reset_optimizer(self) -> None:
         """Forget moments and step counts: a new optimizer starts from zero."""
+        self.finish_updates()
+        self.updates.rest()
         self.steps.clear()
         self.moments.clear()
         for pack in self.layers.spec.packs:
-            for what in STATES:
+            for what in MOMENTS:
                 self.pager.discard(pack.index, what)
 
     # -- steps ----------------------------------------------------------------------------
+
+    def count_step(self, param: nn.Parameter) -> int:
+        """Count an update of a parameter, and return its number; the first is 1."""
+        self.steps[param] = self.steps.get(param, 0) + 1
+        return self.steps[param]
+
+    def finish_update(self, pack: int) -> None:
+        """Do what is due for one pack."""
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.updates.settle(pack)
+
+    def finish_updates(self) -> None:
+        """Do all that is due, and return when it is on the disk."""
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.updates.finish_all()
+            self.pager.barrier()
 
     def begin_step(self) -> None:
         """Let a step's clock run, unless it does already."""
@@ -374,6 +450,12 @@ class OffloadedModel:
         spent = {key: now[key] - since[key] for key in now}
         seconds = {cause: spent[cause] for cause in ("compute", "wait", "update")}
         seconds["other"] = max(0.0, spent["now"] - sum(seconds.values()))
+        least = {"compute": seconds["compute"]}
+        if self.session.device.in_place:  # the kernels run on the same cores
+            least["compute"] += seconds["update"]
+        if self.session.store.rate.best:
+            moved = spent["read"] + spent["written"]
+            least["disk"] = moved / self.session.store.rate.best
         losses = self._losses
         self.last_step = StepResult(
             step=self.num_steps,
@@ -383,12 +465,15 @@ class OffloadedModel:
             seconds=seconds,
             read_bytes=int(spent["read"]),
             written_bytes=int(spent["written"]),
+            least_seconds=least,
         )
         self.forget_step()
         self.session.note_step(self.last_step)
         self.learn()
 
     def _before_forward(self, *_: Any) -> None:
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.session.give_turn(self)
         self.executor.begin_forward()
         if torch.is_grad_enabled():
             self.begin_step()
@@ -432,9 +517,31 @@ class OffloadedModel:
         return moments[0 if what is What.EXP_AVG else 1]
 
 
-def offload(model: nn.Module, session: Session) -> OffloadedModel:
-    """Move a model that is in RAM into the session's store."""
-    layers = cut(model)
+def offload(
+    model: nn.Module, session: Session, dtype: torch.dtype | str | None = None
+) -> OffloadedModel:
+    """Return a model's record; a model that is in RAM moves into the session's store first.
+
+    Parameters
+    ----------
+    model
+        In RAM, or in the session already.
+    session
+        The session.
+    dtype
+        What it computes in: ``torch.float32``, ``torch.bfloat16``, or None for what its parameters are.
+
+    Raises
+    ------
+    ArgumentError
+        Another dtype, or another one than the model has in the session.
+    """
+    wanted = parse_dtype(dtype)
+    offloaded = offloaded_model(model)
+    if offloaded is not None:
+        offloaded.check_dtype(wanted)
+        return offloaded
+    layers = cut(model, wanted)
     for param, home in layers.homes.items():
         if param.device.type == "meta":
             msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
@@ -447,7 +554,7 @@ def offload(model: nn.Module, session: Session) -> OffloadedModel:
     offloaded = OffloadedModel(model, layers, session)
     try:
         offloaded.move_in()
-        offloaded.intercept()
+        offloaded.intercept(wanted)
     except BaseException:
         offloaded.undo()
         raise
@@ -489,8 +596,3 @@ def offloaded_model(model: nn.Module) -> OffloadedModel | None:
     """Return the record of a model that is in a store, or None."""
     found = getattr(model, "_megatrain", None)
     return found if isinstance(found, OffloadedModel) else None
-
-
-def as_array(tensor: Tensor) -> np.ndarray:
-    """Return a CPU tensor's memory as a flat array."""
-    return tensor.detach().view(-1).numpy()

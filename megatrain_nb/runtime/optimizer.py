@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -10,16 +11,21 @@ import torch
 from torch import Tensor
 
 from megatrain_nb.errors import ArgumentError, ModelError
+from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import What
-from megatrain_nb.runtime.update import update_all
+from megatrain_nb.runtime.pager import MOMENTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch import nn
+
     from megatrain_nb.runtime.offload import OffloadedModel
 
+logger = logging.getLogger("megatrain_nb")
+
+_NONFINITE = ("stop", "skip")
 _NOT_OURS = ("amsgrad", "differentiable", "capturable")
 
 
@@ -38,6 +44,12 @@ class AdamW(torch.optim.Optimizer):
         False puts the weight decay into the gradient, as torch.optim.Adam does.
     max_grad_norm
         Clip the total 2-norm of the gradients in every step; None for no clipping.
+
+    Attributes
+    ----------
+    nonfinite
+        What `step` does where a gradient is NaN or infinite: ``"stop"`` raises an error that names the
+        parameter, ``"skip"`` leaves weights and moments as they are and goes on.
 
     Raises
     ------
@@ -63,6 +75,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         check_max_norm(max_grad_norm)
         self.offloaded = offloaded
+        self.nonfinite = "stop"
         self.max_grad_norm = max_grad_norm
         self.last_grad_norm = torch.tensor(float("nan"))
         self.taken_over: torch.optim.Optimizer | None = None
@@ -94,6 +107,8 @@ class AdamW(torch.optim.Optimizer):
         ------
         SessionError
             The session is closed, or an earlier update failed half-way.
+        ModelError
+            A gradient is not finite (unless ``nonfinite="skip"``); nothing has changed.
         """
         loss = None
         if closure is not None:
@@ -105,16 +120,23 @@ class AdamW(torch.optim.Optimizer):
             msg = "another optimizer was made for this model since; step with that one"
             raise ModelError(msg)
         offloaded.check_gradients()
-        offloaded.executor.rest()
         if self.taken_over is not None:
             self.taken_over._opt_called = True  # type: ignore[attr-defined]  # for its schedulers
         offloaded.begin_step()
-        begin, waited = time.perf_counter(), offloaded.pager.wait_seconds
+        begin, before = time.perf_counter(), offloaded.executor.not_computing()
         max_norm = (
             self._clip_once if self._clip_once is not None else self.max_grad_norm
         )
         self._clip_once = None
         self.last_grad_norm = offloaded.total_norm()
+        skipped = self._why_not_finite()
+        if skipped and self.nonfinite == "stop":
+            msg = (
+                f"{skipped} in step {offloaded.num_steps + 1}; nothing was updated, the weights are those of the "
+                'step before. Lower the learning rate or clip with max_grad_norm, or give nonfinite="skip" to '
+                "leave such steps out"
+            )
+            raise ModelError(msg)
         scale = clip_coefficient(self.last_grad_norm, max_norm)
         configs = {
             param: _config(group)
@@ -122,20 +144,39 @@ class AdamW(torch.optim.Optimizer):
             for param in group["params"]
         }
         with interrupts_wait(offloaded.executor.stop, breakable=False):
-            try:
-                update_all(offloaded, configs, grad_scale=scale)
-            except BaseException as error:
-                offloaded.executor.unusable = (
-                    f"an update failed half-way ({type(error).__name__}: {error}); some weights are those of the "
-                    "step before, so the model must not be used. Close the session and start again"
-                )
-                raise
+            if skipped:
+                logger.warning("step %d skipped: %s", offloaded.num_steps + 1, skipped)
+            else:
+                begin_update(offloaded, configs, grad_scale=scale)
             self._note_state()
             offloaded.num_steps += 1
-            waited = offloaded.pager.wait_seconds - waited
-            offloaded.update_seconds += time.perf_counter() - begin - waited
+            if not skipped:
+                offloaded.executor.turn_over()
+            counted = offloaded.executor.not_computing() - before
+            offloaded.step_seconds += time.perf_counter() - begin - counted
             offloaded.finish_step(float(self.last_grad_norm))
         return loss
+
+    def _why_not_finite(self) -> str:
+        """Name a parameter whose gradient is not finite; empty if all are."""
+        if self.last_grad_norm.isfinite():
+            return ""
+        offloaded = self.offloaded
+        for name, param in offloaded.model.named_parameters():
+            norm = offloaded.executor.norms.get(param)
+            if norm is None and param not in offloaded.layers.homes:
+                norm = None if param.grad is None else param.grad.norm().cpu()
+            if norm is not None and not norm.isfinite():
+                return (
+                    f"the gradient of {name} is not finite (its norm is {float(norm)})"
+                )
+        return f"the norm of all gradients is {float(self.last_grad_norm)}, though each one's is finite"
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Do what `step` left for the next forward to do, and return when it is on the disk."""
+        self.offloaded.executor.check_usable()
+        self.offloaded.finish_updates()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all pending gradients, or set them to zero."""
@@ -146,11 +187,15 @@ class AdamW(torch.optim.Optimizer):
         streamed = self.offloaded.layers.homes
         params = [param for group in self.param_groups for param in group["params"]]
         ordinary = [p for p in params if p not in streamed and p.grad is not None]
-        executor.drop_gradients()
-        for param in ordinary:
-            param.grad = None if set_to_none else torch.zeros_like(param)
-        if not set_to_none:
-            executor.norms.update(pending)
+        with interrupts_wait(executor.stop, breakable=False):
+            if not set_to_none:
+                # The update still needs the gradient that is to read as zeros.
+                self.offloaded.updates.finish_all()
+            executor.drop_gradients()
+            for param in ordinary:
+                param.grad = None if set_to_none else torch.zeros_like(param)
+            if not set_to_none:
+                executor.norms.update(pending)
 
     def clip_next(self, max_norm: float) -> Tensor:
         """Clip in the next step, and return the total norm of the pending gradients."""
@@ -188,7 +233,7 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             return
         self.offloaded.steps[param] = int(state["step"])
-        for what in (What.EXP_AVG, What.EXP_AVG_SQ):
+        for what in MOMENTS:
             if state.get(what.value) is not None:
                 with torch.no_grad():
                     self.offloaded.moment(param, what).copy_(state[what.value])
@@ -196,7 +241,7 @@ class AdamW(torch.optim.Optimizer):
     def _drop_state(self, param: Any) -> None:
         if self.offloaded.steps.pop(param, 0):
             del self.state[param]
-            for what in (What.EXP_AVG, What.EXP_AVG_SQ):
+            for what in MOMENTS:
                 self.offloaded.moment(param, what).zero_()
 
     def _note_state(self) -> None:
@@ -204,7 +249,7 @@ class AdamW(torch.optim.Optimizer):
         for param, step in self.offloaded.steps.items():
             state = self.state[param]
             if not state:
-                for what in (What.EXP_AVG, What.EXP_AVG_SQ):
+                for what in MOMENTS:
                     state[what.value] = self.offloaded.moment(param, what)
             state["step"] = torch.tensor(float(step))
 
@@ -213,6 +258,7 @@ def adopt(
     offloaded: OffloadedModel,
     optimizer: torch.optim.Optimizer,
     max_grad_norm: float | None,
+    nonfinite: str = "stop",
 ) -> AdamW:
     """Take over a torch AdamW or Adam with its groups, hyper-parameters and state.
 
@@ -231,6 +277,7 @@ def adopt(
         decoupled=decoupled,
         max_grad_norm=max_grad_norm,
     )
+    adopted.nonfinite = nonfinite
     # The very same dicts: a scheduler that was made for the old optimizer goes on setting rates here.
     adopted.param_groups = optimizer.param_groups
     for group in adopted.param_groups:
@@ -261,6 +308,13 @@ def check_max_norm(max_norm: float | None) -> None:
         raise ArgumentError(msg)
 
 
+def check_nonfinite(nonfinite: str) -> None:
+    """Raise ArgumentError if it is not known what to do with gradients that are not finite."""
+    if nonfinite not in _NONFINITE:
+        msg = f'nonfinite={nonfinite!r} is not known; give "stop" or "skip"'
+        raise ArgumentError(msg)
+
+
 def check_kind(optimizer: torch.optim.Optimizer) -> None:
     """Raise ArgumentError if the optimizer is not an AdamW or Adam that can be taken over."""
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
@@ -278,6 +332,55 @@ def clip_coefficient(norm: Tensor, max_norm: float | None) -> float:
     if max_norm is None:
         return 1.0
     return float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+
+
+def begin_update(
+    offloaded: OffloadedModel,
+    configs: dict[nn.Parameter, AdamWConfig],
+    *,
+    grad_scale: float,
+) -> None:
+    """Begin one AdamW step of every parameter of ``configs`` that has a pending gradient.
+
+    Streamed parameters are updated when the next forward needs them, ordinary ones at once, in place.
+    """
+    # What is due of the step before may need the disk; if that fails, nothing of this one has begun.
+    offloaded.updates.finish_all()
+    segments: dict[int, list[Segment]] = {}
+    for param, config in configs.items():
+        home = offloaded.layers.homes.get(param)
+        if home is not None and param in offloaded.executor.norms:
+            start, stop = home.spec.offset, home.spec.offset + home.spec.numel
+            segment = Segment(start, stop, config, offloaded.count_step(param))
+            segments.setdefault(home.pack.index, []).append(segment)
+    offloaded.executor.begin_update(segments, grad_scale=grad_scale)
+    for param, config in configs.items():
+        if param not in offloaded.layers.homes and param.grad is not None:
+            segment = Segment(0, param.numel(), config, offloaded.count_step(param))
+            _update_ordinary(offloaded, param, segment, grad_scale)
+
+
+def _update_ordinary(
+    offloaded: OffloadedModel, param: nn.Parameter, segment: Segment, grad_scale: float
+) -> None:
+    assert param.grad is not None
+    moments = [offloaded.moment(param, what) for what in MOMENTS]
+    tensors = (param, *moments, param.grad)
+    hosts = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
+    values, exp_avg, exp_avg_sq, grad = (host.view(-1).numpy() for host in hosts)
+    threads = offloaded.session.threads
+    update(
+        values,
+        exp_avg,
+        exp_avg_sq,
+        grad,
+        [segment],
+        grad_scale=grad_scale,
+        threads=threads,
+    )
+    for tensor, host in zip(tensors[:3], hosts, strict=False):
+        if tensor.data_ptr() != host.data_ptr():
+            tensor.copy_(host)
 
 
 def _config(group: dict[str, Any]) -> AdamWConfig:

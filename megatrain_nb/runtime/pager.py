@@ -1,7 +1,8 @@
 """Where each pack's bytes are, and how they move between disk and RAM.
 
 [Note: pieces and slabs] A pack has four *pieces*, flat fp32 vectors of the same length: weights,
-gradients and the two moments. A piece is in RAM while it has a slab; it may be used only between
+gradients and the two moments. A split pack has five: its weights are the bf16 halves of fp32 numbers, and
+the lower halves are a piece of their own. A piece is in RAM while it has a slab; it may be used only between
 ``need`` and ``drop``. ``drop`` leaves a resident piece where it is and sends any other one to disk if
 it changed; its slab goes back to the pool when the last byte is written. What was never written
 reads as zeros. All of it runs on the training thread; only reads, writes and the return of written
@@ -13,21 +14,21 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatrain_nb.errors import StoreError
 from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import PackSpec
@@ -36,15 +37,31 @@ if TYPE_CHECKING:
 
 
 class What(Enum):
-    """The kinds of bytes of a pack: four flat float32 vectors."""
+    """The kinds of bytes of a pack: flat float32 vectors, or uint16 ones for the halves of a split pack."""
 
     WEIGHTS = "weights"
+    LOW = "low"
     GRADS = "grads"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
 
 
-STATES = (What.EXP_AVG, What.EXP_AVG_SQ)
+MOMENTS = (What.EXP_AVG, What.EXP_AVG_SQ)
+
+# What an array over a split pack's halves has; the weights among them are the bits of bf16 numbers.
+_HALVES = (What.WEIGHTS, What.LOW)
+
+Values = NDArray[np.float32] | NDArray[np.uint16]
+
+
+def states_of(pack: PackSpec) -> tuple[What, ...]:
+    """Return what only the update of a pack uses, besides its gradient."""
+    return (What.LOW, *MOMENTS) if pack.split else MOMENTS
+
+
+def master_of(pack: PackSpec) -> tuple[What, ...]:
+    """Return what holds the fp32 numbers of a pack: its weights, or their two halves."""
+    return _HALVES if pack.split else (What.WEIGHTS,)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,14 +91,30 @@ class Piece:
     dirty: bool = False
 
     @property
+    def dtype(self) -> np.dtype[Any]:
+        """What its elements are: float32, or uint16 for a half."""
+        half = self.pack.split and self.what in _HALVES
+        return np.dtype(np.uint16 if half else np.float32)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the whole piece."""
-        return self.pack.weight_bytes
+        return self.pack.numel * self.dtype.itemsize
 
-    def floats(self) -> NDArray[np.float32]:
+    @property
+    def landed(self) -> bool:
+        """Whether it is in RAM, and nothing of it still to come."""
+        return self.slab is not None and all(read.done() for read in self.loading)
+
+    def values(self) -> Values:
         """Return the loaded values, shape (numel,)."""
         assert self.slab is not None
-        return self.slab.view(np.float32, 0, self.pack.numel)
+        return self.slab.view(self.dtype, 0, self.pack.numel)
+
+    def bytes_of(self, slab: Slab, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return the bytes of elements ``start`` to ``stop`` in a slab that begins with element 0."""
+        size = self.dtype.itemsize
+        return slab.view(np.uint8, start * size, (stop - start) * size)
 
     def __str__(self) -> str:
         return f"{self.what.value} of {self.pack.name}"
@@ -123,7 +156,11 @@ class Pager:
     broken
         Why the store no longer holds the last weights or moments; empty while it does.
     lost
-        The same for pending gradients.
+        The same for pending gradients, by pack.
+    give_way
+        Gives back some memory that was read ahead; False if there is none.
+    is_due
+        Whether a pack's update is due: then its gradient can no longer be dropped.
     wait_seconds
         Time that the training thread has waited for the disk so far.
     """
@@ -144,14 +181,18 @@ class Pager:
         self.tile_numel = tile_numel
         self.wait_seconds = 0.0
         self.broken = ""
-        self.lost = ""
+        self.lost: dict[int, str] = {}
         self._prefix = prefix
         self._on_span = on_span
         self._pieces = {
-            (pack.index, what): Piece(pack, what) for pack in packs for what in What
+            (pack.index, what): Piece(pack, what)
+            for pack in packs
+            for what in (*master_of(pack), What.GRADS, *MOMENTS)
         }
         self._writing: dict[str, Future[None]] = {}
-        self._held: Piece | None = None
+        self._held: list[Piece] = []
+        self.give_way: Callable[[], bool] = lambda: False
+        self.is_due: Callable[[int], bool] = lambda _: False
 
     def piece(self, pack: int, what: What) -> Piece:
         """Return the record of one piece."""
@@ -159,8 +200,19 @@ class Pager:
 
     # -- whole pieces ---------------------------------------------------------------------------
 
-    def fetch(self, pack: int, what: What, *, patient: bool = False) -> bool:
+    def fetch(
+        self, pack: int, what: What, *, patient: bool = False, blank: bool = False
+    ) -> bool:
         """Start to bring a piece into RAM; False if there is no room for it now.
+
+        Parameters
+        ----------
+        pack, what
+            Which piece.
+        patient
+            Wait for room.
+        blank
+            What was never written need not read as zeros: it is overwritten, or not looked at.
 
         Raises
         ------
@@ -177,7 +229,9 @@ class Pager:
         piece.slab = slab
         try:
             for key, start, stop in self._tiles(piece):
-                future = self._read(key, slab.array[start * 4 : stop * 4])
+                if blank and key not in self.store:
+                    continue
+                future = self._read(key, piece.bytes_of(slab, start, stop))
                 if future is not None:
                     piece.loading.append(future)
         except BaseException:
@@ -185,26 +239,57 @@ class Pager:
             raise
         return True
 
-    def need(self, pack: int, what: What) -> NDArray[np.float32]:
-        """Return a piece's float32 values in RAM, shape (numel,); ``drop`` it after use."""
+    def need(self, pack: int, what: What, *, blank: bool = False) -> Values:
+        """Return a piece's values in RAM, shape (numel,); ``drop`` it after use."""
         piece = self._pieces[pack, what]
-        self.fetch(pack, what, patient=True)
+        self.fetch(pack, what, patient=True, blank=blank)
         if piece.loading:
             try:
                 self._wait_all(piece.loading, f"reading the {piece}")
             except BaseException:
                 self._forget_slab(piece)
+                # What else is on its way may fail as well, and would be told when it is no longer true.
+                for other in self._pieces.values():
+                    if other.loading and not other.users:
+                        self._forget_slab(other)
                 raise
             piece.loading = []
         piece.users += 1
-        return piece.floats()
+        return piece.values()
 
-    def drop(self, pack: int, what: What, *, dirty: bool = False) -> None:
-        """End the use that ``need`` began; ``dirty`` says that the bytes changed."""
+    def need_all(
+        self, wanted: Iterable[tuple[int, What]], *, blank: Container[int] = ()
+    ) -> dict[tuple[int, What], Values]:
+        """Return the values of several pieces, by (pack, what); where one fails, none is in use.
+
+        ``blank`` are the packs of which `fetch` may leave out what was never written.
+        """
+        found = {}
+        with ExitStack() as undo:
+            for pack, what in wanted:
+                found[pack, what] = self.need(pack, what, blank=pack in blank)
+                undo.callback(self.drop, pack, what)
+            undo.pop_all()
+        return found
+
+    def drop(
+        self, pack: int, what: What, *, dirty: bool = False, keep: bool = False
+    ) -> None:
+        """End the use that ``need`` began.
+
+        Parameters
+        ----------
+        pack, what
+            Which piece.
+        dirty
+            The bytes changed.
+        keep
+            It is used again soon: it stays until the room is needed.
+        """
         piece = self._pieces[pack, what]
         piece.users -= 1
         piece.dirty = piece.dirty or dirty
-        if piece.users == 0:
+        if piece.users == 0 and not keep:
             self.settle(piece)
 
     def settle(self, piece: Piece) -> None:
@@ -218,43 +303,56 @@ class Pager:
         tiles = self._tiles(piece)
         landing = _Landing(len(tiles), slab, self.pool)
         for key, start, stop in tiles:
-            self._write(piece, key, slab.array[start * 4 : stop * 4], landing)
+            self._write(piece, key, piece.bytes_of(slab, start, stop), landing)
+
+    def is_blank(self, pack: int, what: What) -> bool:
+        """Whether a piece was never written, so that it reads as zeros."""
+        piece = self._pieces[pack, what]
+        keys = [key for key, _, _ in self._tiles(piece)]
+        return piece.slab is None and not any(
+            key in self._writing or key in self.store for key in keys
+        )
 
     def discard(self, pack: int, what: What) -> None:
         """Forget a piece: from now on it reads as zeros."""
         piece = self._pieces[pack, what]
-        if self._held is piece:
-            self._held = None
+        if piece in self._held:
+            self._held.remove(piece)
             piece.users -= 1
-        self._wait_writes(piece)
+        for key, _, _ in self._tiles(piece):
+            with suppress(StoreError):  # nobody wants any more what did not arrive
+                self._wait_writes(piece, key)
         self._forget_slab(piece)
         piece.dirty = False
+        if what is What.GRADS:
+            self.lost.pop(pack, None)
         for key, _, _ in self._tiles(piece):
             if key in self.store:
                 self.store.delete(key)
 
     @contextmanager
     def opened(
-        self, pack: int, what: What, *, write: bool = False
-    ) -> Iterator[NDArray[np.float32]]:
-        """Use a piece outside a step; the last one stays in RAM until another is opened."""
-        piece = self._pieces[pack, what]
-        if self._held is not piece:
+        self, pack: int, *what: What, write: bool = False
+    ) -> Iterator[list[Values]]:
+        """Use pieces of one pack outside a step; the last ones stay in RAM until others are opened."""
+        pieces = [self._pieces[pack, each] for each in what]
+        if not all(piece in self._held for piece in pieces):
             self.close_held()
-            self.need(pack, what)
-            self._held = piece
-        piece.users += (
-            1  # whoever opens another piece meanwhile must not take this one away
-        )
+            self.need_all((pack, each) for each in what)
+            self._held = [*pieces]
+        for piece in pieces:
+            # Whoever opens another one meanwhile must not take these away.
+            piece.users += 1
         try:
-            yield piece.floats()
+            yield [piece.values() for piece in pieces]
         finally:
-            self.drop(pack, what, dirty=write)
+            for piece in pieces:
+                self.drop(pack, piece.what, dirty=write)
 
     def close_held(self) -> None:
-        """Drop the piece that ``opened`` kept."""
-        if self._held is not None:
-            held, self._held = self._held, None
+        """Drop the pieces that ``opened`` kept."""
+        while self._held:
+            held = self._held.pop()
             self.drop(held.pack.index, held.what)
 
     # -- tiles, for the optimizer -----------------------------------------------------------------
@@ -264,19 +362,23 @@ class Pager:
         return f"{self._prefix}{piece.what.value}/{piece.pack.index}/{start // self.tile_numel}"
 
     def read_tile(
-        self, piece: Piece, start: int, stop: int
-    ) -> tuple[Slab, Future[None] | None]:
-        """Start to read one tile of a piece that is on disk into a slab of its own."""
-        slab = self._take((stop - start) * 4, "tiles of the update", patient=True)
-        assert slab is not None
+        self, piece: Piece, start: int, stop: int, *, patient: bool
+    ) -> tuple[Slab, Future[None] | None] | None:
+        """Start to read one tile of a piece that is on disk into a slab of its own; None if there is no room."""
         key = self.tile_key(piece, start)
         self._wait_writes(piece, key)
-        return slab, self._read(key, slab.array)
+        num_bytes = (stop - start) * piece.dtype.itemsize
+        slab = self._take(num_bytes, "tiles of the update", patient=patient)
+        if slab is None:
+            return None
+        return slab, self._read(key, slab.view(np.uint8, 0, num_bytes))
 
     def write_tile(self, piece: Piece, start: int, slab: Slab) -> None:
         """Write one tile behind; the slab goes back to the pool when it is on disk."""
         landing = _Landing(1, slab, self.pool)
-        self._write(piece, self.tile_key(piece, start), slab.array, landing)
+        numel = min(self.tile_numel, piece.pack.numel - start)
+        data = piece.bytes_of(slab, 0, numel)
+        self._write(piece, self.tile_key(piece, start), data, landing)
 
     def wait_for(self, future: Future[None] | None, what: str) -> None:
         """Wait for one read, and count the wait."""
@@ -309,9 +411,14 @@ class Pager:
         for piece in leaving:  # but what was read ahead is still wanted
             self.settle(piece)
 
+    def shrink(self, limit_bytes: int) -> None:
+        """Give back what was read ahead or is being written, until the pool's use is within a limit."""
+        while self.pool.in_use_bytes > limit_bytes and self._make_room():
+            pass
+
     def reset(self) -> None:
         """After an error: nobody uses anything any more."""
-        self._held = None
+        self._held.clear()
         for piece in self._pieces.values():
             piece.users = 0
             self.settle(piece)
@@ -324,7 +431,7 @@ class Pager:
 
     def close(self) -> None:
         """Give all slabs back; the store is not touched."""
-        self._held = None
+        self._held.clear()
         with suppress(Exception):
             self._wait_all(list(self._writing.values()), "writing tiles")
         self._writing.clear()
@@ -345,8 +452,11 @@ class Pager:
     def _check_written(self, piece: Piece, write: Future[None]) -> None:
         """Note a write that failed: the store then holds an older version of what was in RAM."""
         error = None if write.cancelled() else write.exception()
-        if error is not None and piece.what is What.GRADS:
-            self.lost = f"the {piece} could not be written ({error}); drop the gradients with optimizer.zero_grad()"
+        pack = piece.pack.index
+        if error is not None and piece.what is What.GRADS and not self.is_due(pack):
+            self.lost[pack] = (
+                f"the {piece} could not be written ({error}); drop the gradients with optimizer.zero_grad()"
+            )
         elif error is not None and not self.broken:
             self.broken = (
                 f"the {piece} could not be written ({error}), so the model must not be used any more; "
@@ -375,37 +485,43 @@ class Pager:
         return slab
 
     def _make_room(self) -> bool:
-        for key in self._writing:  # even if it has landed by now: then its room is free
+        if self._writing:  # even if it has landed by now: then its room is free
+            key = next(iter(self._writing))
             self._wait_keys([key], f"writing {key}")
             return True
-        if self._held is not None:
+        if self._held:
             self.close_held()
             return True
-        for piece in self._pieces.values():
-            if piece.slab is not None and not (
-                piece.users or piece.dirty or piece.resident
-            ):
-                self._forget_slab(piece)
-                return True
-        return False
+        unused = [
+            piece
+            for piece in self._pieces.values()
+            if piece.slab is not None and not (piece.users or piece.resident)
+        ]
+        if unused:
+            # First one that must be written: it is needed later than one just read.
+            self.settle(min(unused, key=lambda piece: not piece.dirty))
+            return True
+        return self.give_way()
 
     def _forget_slab(self, piece: Piece) -> None:
         if piece.slab is None:
             return
-        for future in piece.loading:
-            if not future.cancel():
+        slab, piece.slab = piece.slab, None
+        loading, piece.loading = piece.loading, []
+        self.give_up(slab, loading, what=f"reading the {piece}")
+
+    def give_up(self, slab: Slab, loading: list[Future[None]], *, what: str) -> None:
+        """Give a slab back whose reads may not have ended."""
+        for read in loading:
+            if not read.cancel():
                 # The slab may be reused only when no thread writes into it any more.
                 with suppress(Exception):
-                    wait(future, what=f"reading the {piece}")
-        stalled = any(not future.done() for future in piece.loading)
-        piece.loading = []
-        slab, piece.slab = piece.slab, None
-        if stalled:  # a late read may still write into the slab: it is never used again
-            self.broken = (
-                self.broken or f"reading the {piece} does not end: the disk is stalled"
-            )
-        else:
+                    wait(read, what=what)
+        if all(read.done() for read in loading):
             self.pool.give(slab)
+        elif not self.broken:
+            # A late read may still write into the slab: it is never used again.
+            self.broken = f"{what} does not end: the disk is stalled"
 
     def _wait_writes(self, piece: Piece, *only: str) -> None:
         """Let a piece's writes land: a read must see the last version."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,15 +16,35 @@ def resident_bytes() -> int:
     return _field("VmRSS:")
 
 
-def peak_bytes() -> int:
-    """Return the most resident bytes since the last `reset_peak`; 0 where the kernel does not say."""
-    return _field("VmHWM:")
+class PeakMeter:
+    """The most resident bytes since its start, as the kernel counts them; several do not disturb each other.
+
+    The kernel has one peak (VmHWM), which can start again from now (Linux 4.0, proc(5), clear_refs): so
+    each meter hears what the peak was before another one lets it start again.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+        _meters.add(self)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the peak; it starts again from now."""
+        with _lock:
+            peak = _field("VmHWM:")
+            for meter in _meters:
+                meter._seen = max(meter._seen, peak)
+            with suppress(OSError):
+                _CLEAR_REFS.write_text("5")
+            self._seen = 0
+
+    def read(self) -> int:
+        """Return the peak in bytes; 0 where the kernel does not say."""
+        return max(self._seen, _field("VmHWM:"))
 
 
-def reset_peak() -> None:
-    """Let the kernel's peak start again from now (Linux 4.0, proc(5), clear_refs)."""
-    with suppress(OSError):
-        _CLEAR_REFS.write_text("5")
+_meters: weakref.WeakSet[PeakMeter] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 def available_bytes() -> int:

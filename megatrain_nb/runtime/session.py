@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import logging
 import os
 import threading
@@ -11,11 +12,13 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
+from megatrain_nb.codec import split
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.device import open_device
+from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -58,6 +61,11 @@ class Session:
     max_resident_bytes
         Keep at most this much of each model in RAM between uses, in bytes, however large the budget is; None
         lets the plan decide. For measurements and tests.
+    max_kept_bytes
+        Keep at most this much of each model's activations from forward to backward; None lets the plan decide.
+    keep_share
+        Where a model streams: the share of the RAM beside what streams that may hold activations from forward
+        to backward, before weights and states may stay there; None lets the plan decide.
     callbacks
         Listeners; append a `Callback`.
     shown
@@ -80,6 +88,7 @@ class Session:
         device: Device,
     ) -> None:
         heap.return_freed_memory()
+        load_code()
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -88,12 +97,15 @@ class Session:
             _DEFAULT_RAM_SHARE * rss.available_bytes()
         )
         self.max_resident_bytes: int | None = None
+        self.max_kept_bytes: int | None = None
+        self.keep_share: float | None = None
         self.callbacks: list[Callback] = []
         self.shown = False
         self.last_step: StepResult | None = None
         self.stop_event = threading.Event()
         self.num_models = 0
         self._models: list[OffloadedModel] = []
+        self._at_work: OffloadedModel | None = None
         self._closed = False
         self.device = device
         self._lock = OwnerLock(preflight.path)
@@ -110,10 +122,9 @@ class Session:
             undo.callback(self.store.close)
             self.threads = UpdateThreads()
             undo.callback(self.threads.close)
-            warm_up()
             undo.pop_all()
         self.notes = self._find_notes(reclaimed)
-        rss.reset_peak()
+        self._peak = rss.PeakMeter()
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -129,12 +140,12 @@ class Session:
         model out with ``mt.unwrap``.
         """
         global _current  # noqa: PLW0603
-        if self._closed:
-            return
-        self._closed = True
-        if _current is self:
-            _current = None
-        with ExitStack() as closing:
+        with interrupts_wait(self.stop_event, breakable=False), ExitStack() as closing:
+            if self._closed:
+                return
+            self._closed = True
+            if _current is self:
+                _current = None
             closing.callback(heap.trim)
             closing.callback(self._lock.release)
             closing.callback(self.device.close)
@@ -176,6 +187,9 @@ class Session:
         """Make room before a model moves in: let go of those that nobody holds any more."""
         if self._models:
             gc.collect()
+        self._let_go()
+
+    def _let_go(self) -> None:
         for model in [model for model in self._models if model.deleted]:
             model.close("the model was deleted")
 
@@ -188,6 +202,7 @@ class Session:
         """Note a model that left, and free what it had on disk."""
         if model in self._models:
             self._models.remove(model)
+            self._at_work = None
             if not self._closed:
                 model.pager.delete_all()
                 if self._models:  # the others may have its share
@@ -206,8 +221,23 @@ class Session:
         for model in self._models:
             model.plan(share)
         self.pool.trim()
-        reserved = max(model.residency.activation_bytes for model in self._models)
-        self.pool.limit_bytes = self.max_ram_bytes - reserved
+        reserved = max(
+            model.residency.activation_bytes + model.residency.keep_bytes
+            for model in self._models
+        )
+        limit = self.max_ram_bytes - reserved
+        for model in self._models:
+            model.pager.shrink(limit)
+        self.pool.limit_bytes = limit
+
+    def give_turn(self, model: OffloadedModel) -> None:
+        """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
+        self._let_go()
+        if self._at_work is not model:
+            for other in self._models:
+                if other is not model:
+                    other.executor.rest()
+            self._at_work = model
 
     def disk_room_bytes(self, model: OffloadedModel) -> int:
         """Return the bytes that a model may have on disk beside the other models."""
@@ -242,7 +272,9 @@ class Session:
             "now": time.perf_counter(),
             "compute": sum(model.executor.compute_seconds for model in self._models),
             "wait": sum(model.pager.wait_seconds for model in self._models),
-            "update": sum(model.update_seconds for model in self._models),
+            "update": sum(
+                model.step_seconds + model.updates.seconds for model in self._models
+            ),
             "read": float(self.store.read_bytes),
             "written": float(self.store.written_bytes),
         }
@@ -253,14 +285,19 @@ class Session:
         for callback in self.callbacks:
             callback.on_step_end(result)
 
+    def note(self, text: str) -> None:
+        """Tell the user something, in the log and in the status."""
+        logger.warning(text)
+        self.notes = (*self.notes, text)
+
     def other_bytes(self) -> int:
         """Return the RAM that everything but the pool takes now, above the session's start."""
         return max(0, rss.resident_bytes() - self._base_bytes - self.pool.mapped_bytes)
 
     def other_peak_bytes(self) -> int:
         """Estimate the most RAM that everything but the pool took since the last call, above the session's start."""
-        peak = rss.peak_bytes()
-        rss.reset_peak()
+        peak = self._peak.read()
+        self._peak.restart()
         return max(0, peak - self._base_bytes - self.pool.mapped_bytes)
 
     # -- what a person sees --------------------------------------------------------------------------------
@@ -397,6 +434,14 @@ def init(
         device=opened,
     )
     return _current
+
+
+def load_code() -> None:
+    """Import and compile what the first step would, so that it is not taken for the model's memory."""
+    importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
+    warm_up()
+    warm_up(split=True)
+    split.warm_up()
 
 
 def current_session() -> Session | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from megatrain_nb.plan.logits import Chunking
     from megatrain_nb.runtime.callbacks import StepResult
     from megatrain_nb.runtime.offload import OffloadedModel
 
@@ -28,7 +29,10 @@ class TierStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStatus:
-    """One model: its size, its steps, and what of it stays in RAM."""
+    """One model: its size, its steps, and what of it stays in RAM.
+
+    ``num_split`` of its parameters compute in bf16; their fp32 numbers are stored as two halves.
+    """
 
     name: str
     num_params: int
@@ -38,6 +42,9 @@ class ModelStatus:
     resident_bytes: int
     working_bytes: int
     activation_bytes: int
+    keep_bytes: int
+    num_split: int
+    logits: Chunking | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +92,25 @@ class Status:
             rows += [
                 (
                     model.name,
-                    f"{format_count(model.num_params)} parameters in {model.num_blocks} blocks, {model.num_steps} steps",
+                    f"{format_count(model.num_params)} parameters in {model.num_blocks} blocks, {model.num_steps} steps"
+                    + _describe_dtype(model),
                 ),
                 (
                     "its state",
                     f"{format_bytes(model.state_bytes)} of weights, gradients and moments; "
                     f"{format_bytes(model.resident_bytes)} stay in RAM, {format_bytes(model.working_bytes)} of buffers for what streams, "
-                    f"{format_bytes(model.activation_bytes)} set aside for activations",
+                    f"{format_bytes(model.activation_bytes)} set aside for activations, "
+                    f"{format_bytes(model.keep_bytes)} for those that are kept instead of computed again",
                 ),
             ]
+            if model.logits is not None:
+                rows.append(
+                    (
+                        "logits",
+                        f"in chunks of {model.logits.tokens} tokens: "
+                        f"{format_bytes(model.logits.whole_bytes)} would not fit",
+                    )
+                )
         if self.last_step is not None:
             step = self.last_step
             causes = ", ".join(
@@ -106,6 +123,14 @@ class Status:
                     f"loss {step.loss:.4f}, gradient norm {step.grad_norm:.3g}, {step.tokens} tokens",
                 ),
                 ("its time", f"{format_seconds(step.total_seconds)}: {causes}"),
+                (
+                    "its bound",
+                    ", ".join(
+                        f"{resource} needs {format_seconds(seconds)}"
+                        for resource, seconds in step.least_seconds.items()
+                    )
+                    + f"; the step reached {step.share_of_bound:.0%} of what {step.bound} allows",
+                ),
                 (
                     "its traffic",
                     f"{format_bytes(step.read_bytes)} read, {format_bytes(step.written_bytes)} written",
@@ -143,4 +168,17 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         resident_bytes=residency.resident_bytes,
         working_bytes=residency.working_bytes,
         activation_bytes=residency.activation_bytes,
+        keep_bytes=residency.keep_bytes,
+        logits=model.logits.chunking,
+        num_split=sum(
+            param.numel for pack in spec.packs if pack.split for param in pack.params
+        ),
     )
+
+
+def _describe_dtype(model: ModelStatus) -> str:
+    if not model.num_split:
+        return ""
+    some = model.num_split < model.num_params
+    count = f"{format_count(model.num_split)} of them " if some else ""
+    return f"; {count}compute in bf16 with an fp32 master"

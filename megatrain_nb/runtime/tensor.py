@@ -62,7 +62,7 @@ class _Streamed:
         if not args and "tensor" in kwargs:  # as torch.nn.init passes it
             args = (kwargs["tensor"],)
             kwargs = {key: kwargs[key] for key in kwargs if key != "tensor"}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _SPECIAL:
@@ -76,7 +76,7 @@ class _Streamed:
             return _each(func, args, kwargs)
         if func in _VIEWS and not _copies(func, args):
             return _lazy_view(args[0], func, args[1:], kwargs)
-        if _changes_in_place(name):
+        if changes_in_place(name):
             return _in_place(func, args, kwargs)
         return _on_copies(func, args, kwargs)
 
@@ -119,16 +119,19 @@ def placeholder(
 
 
 def stream_parameter(
-    param: nn.Parameter, source: Source, device: torch.device
+    param: nn.Parameter,
+    source: Source,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
 ) -> StreamedParameter:
-    """Turn a parameter into a streamed one; whoever holds the object sees the change.
+    """Turn a parameter into a streamed one of ``dtype``; whoever holds the object sees the change.
 
     The parameter's own memory is freed unless somebody else holds it.
     """
     requires_grad = param.requires_grad
     param.grad = None
-    with torch.no_grad():
-        param.data = placeholder(tuple(param.shape), param.dtype, device)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        param.data = placeholder(tuple(param.shape), dtype or param.dtype, device)
     param.__class__ = StreamedParameter
     assert isinstance(param, StreamedParameter)
     param._source, param._views, param._meta = source, (), None
@@ -279,7 +282,7 @@ def _each(
             [_plain_value(x[index])] if isinstance(x, list | tuple) else _plain_value(x)
             for x in args[1:]
         ]
-        if _changes_in_place(name) and isinstance(tensor, _Streamed):
+        if changes_in_place(name) and isinstance(tensor, _Streamed):
             with tensor._source.opened(write=True) as values, torch.no_grad():
                 func([_through(values, tensor._views)], *one, **kwargs)
         else:
@@ -363,7 +366,8 @@ def _copies(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
     )
 
 
-def _changes_in_place(name: str) -> bool:
+def changes_in_place(name: str) -> bool:
+    """Whether a torch function of this name changes its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE_DUNDERS
 
 
@@ -435,7 +439,7 @@ def _getters(names: str) -> set[Any]:
     }
 
 
-_METADATA = _getters(
+METADATA = _getters(
     "shape dtype device layout requires_grad is_leaf grad_fn ndim nbytes itemsize is_cuda is_cpu is_meta is_sparse "
     "is_quantized is_mps is_nested is_xpu names _version _base output_nr retains_grad is_mkldnn _backward_hooks "
     "is_sparse_csr name is_xla is_vulkan is_ipu is_maia is_mtia"

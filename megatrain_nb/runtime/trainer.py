@@ -12,7 +12,12 @@ from transformers.trainer_utils import SaveStrategy
 
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
-from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind
+from megatrain_nb.runtime.optimizer import (
+    AdamW,
+    adopt,
+    check_kind,
+    check_nonfinite,
+)
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import valid_tokens
 from megatrain_nb.runtime.wrap import run_window
@@ -39,8 +44,12 @@ class Trainer(transformers.Trainer):
         In RAM (it moves into the session, block by block), or from ``mt.from_config``.
     args
         ``TrainingArguments`` as for transformers, with ``save_strategy="no"``; what cannot be honoured is refused.
+    fuse_micro_batches
+        Let small micro-batches of a step pass a block together, where that gives the same up to rounding. Dropout
+        then draws other masks.
     **kwargs
         As for ``transformers.Trainer``. ``optimizers=(optimizer, scheduler)`` takes an AdamW or Adam over.
+        ``nonfinite``, ``dtype``: as for `wrap`.
 
     Raises
     ------
@@ -56,7 +65,12 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, **kwargs: Any
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *,
+        fuse_micro_batches: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.session: Session = require_session()
         args = args or transformers.TrainingArguments("tmp_trainer", save_strategy="no")
@@ -73,6 +87,8 @@ class Trainer(transformers.Trainer):
                 setattr(args, name, False)  # each block is recomputed anyway
         if self.session.device.torch_device.type == "cpu":
             args.dataloader_pin_memory = False  # there is nothing to pin for
+        self._nonfinite = kwargs.pop("nonfinite", "stop")
+        check_nonfinite(self._nonfinite)
         optimizer, scheduler = kwargs.pop("optimizers", (None, None)) or (None, None)
         if optimizer is not None:
             check_kind(optimizer)
@@ -85,11 +101,13 @@ class Trainer(transformers.Trainer):
         if not isinstance(model, nn.Module):
             msg = f"model={model!r} is not a model; give model= or model_init="
             raise ArgumentError(msg)
-        if offloaded_model(model) is None:
-            offload(model, self.session)
+        offload(model, self.session, kwargs.pop("dtype", None))
         self._offloaded_of(model).executor.check_usable()
+        self._offloaded_of(model).fuse(fuse_micro_batches)
         if optimizer is not None:
-            optimizer = adopt(self._offloaded_of(model), optimizer, None)
+            optimizer = adopt(
+                self._offloaded_of(model), optimizer, None, self._nonfinite
+            )
         self._window: list[tuple[nn.Module, Any, Any]] = []
         super().__init__(
             model=model, args=args, optimizers=(optimizer, scheduler), **kwargs
@@ -120,7 +138,7 @@ class Trainer(transformers.Trainer):
         """Make an AdamW with transformers' own parameter groups."""
         if self.optimizer is None:
             made = super().create_optimizer(model)
-            self.optimizer = adopt(self.offloaded, made, None)
+            self.optimizer = adopt(self.offloaded, made, None, self._nonfinite)
         return self.optimizer
 
     def training_step(
@@ -224,6 +242,9 @@ class _Reports(transformers.TrainerCallback):
         for callback in self._trainer.session.callbacks:
             callback.on_train_begin(state.max_steps)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.streamed_optimizer.finish()
+
 
 def check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
     """Refuse what cannot be honoured, in a sentence that says why.
@@ -243,7 +264,6 @@ def _refusals(
     args: TrainingArguments, kwargs: dict[str, Any]
 ) -> list[tuple[bool, str, str]]:
     optim = str(getattr(args.optim, "value", args.optim))
-    later = "comes in a later version"
     return [
         (
             args.save_strategy != SaveStrategy.NO,
@@ -256,21 +276,26 @@ def _refusals(
             f"optim={optim!r}",
             f"updates run on the host in AdamW kernels; give one of {', '.join(_OPTIMIZERS)}",
         ),
-        (args.fp16, "fp16=True", "there is no loss scaler; train in fp32"),
+        (
+            args.fp16,
+            "fp16=True",
+            "there is no loss scaler; train in fp32, or in bf16 with mt.Trainer(dtype=torch.bfloat16)",
+        ),
         (
             args.bf16,
             "bf16=True",
-            f"bf16 compute with an fp32 master {later}; train in fp32",
+            "in transformers it means autocast over fp32 weights; leave it out, and for bf16 compute with an fp32 "
+            "master give mt.Trainer(dtype=torch.bfloat16) or a model that is bf16",
         ),
         (
             bool(args.fp16_full_eval),
             "fp16_full_eval=True",
-            "the streamed weights are fp32; leave it out",
+            "the streamed weights stay as they are; leave it out",
         ),
         (
             bool(args.bf16_full_eval),
             "bf16_full_eval=True",
-            "the streamed weights are fp32; leave it out",
+            "the streamed weights stay as they are; leave it out",
         ),
         (
             bool(args.fsdp),

@@ -31,14 +31,14 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.plan.schedule import Kind
-from megatrain_nb.runtime.call import keep_weights
+from megatrain_nb.runtime.call import BlockCall, keep_weights
 from megatrain_nb.runtime.threadstate import ThreadState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megatrain_nb.runtime.call import BlockCall
     from megatrain_nb.runtime.executor import Bound, Executor
+    from megatrain_nb.runtime.fuse import FusedCall, Fusing
     from megatrain_nb.runtime.layers import Block
 
 
@@ -112,6 +112,13 @@ class Window:
         Number of the step, for the random streams.
     model
         Give it once, to find out whether it keeps tensors of a micro-batch on its modules.
+    fusing
+        Lets micro-batches pass a block together; None takes them one by one.
+
+    Attributes
+    ----------
+    num_batches
+        How many micro-batches there are.
     """
 
     def __init__(
@@ -121,10 +128,13 @@ class Window:
         *,
         step: int,
         model: nn.Module | None = None,
+        fusing: Fusing | None = None,
     ) -> None:
         self._executor = executor
+        self._fusing = fusing
         self._device = executor.device.torch_device
         self._hub = getcurrent()
+        self.num_batches = len(computes)
         self._attributes = (
             _Attributes(model) if model is not None and len(computes) > 1 else None
         )
@@ -146,6 +156,7 @@ class Window:
             The detached loss of each micro-batch.
         """
         self._executor.window = self
+        self._executor.expect_window()
         hub = ThreadState.current(self._device)
         try:
             for batch in self._batches:
@@ -220,16 +231,37 @@ class Window:
         executor = self._executor
         turning = executor.is_last(block)
         with executor.running(block, Kind.FORWARD, turning=turning) as bound:
+            if not turning:
+                self._fuse(group, bound)
             for batch in group:
-                result = self._forward_call(batch, bound, keep=turning)
+                result = self._forward_call(batch, bound, turning=turning)
                 self._resume(batch, result)
                 del result
-                while batch.loss is not None and turning and batch.top_block() is block:
+                while batch.loss is not None and turning and self._is_due(batch, block):
                     self._backward_call(batch, bound)
                 for call in batch.calls:
-                    call.forget()
+                    call.end_turn()
 
-    def _forward_call(self, batch: MicroBatch, bound: Bound, *, keep: bool) -> Any:
+    def _fuse(self, group: list[MicroBatch], bound: Bound) -> None:
+        """Run the block at once for those of a group that fit together."""
+        waiting = sum(batch.waiting is not None for batch in self._batches)
+        calls = [x.waiting for x in group if isinstance(x.waiting, BlockCall)]
+        if self._fusing is None or len(calls) != waiting:
+            return
+        size = self._fusing.group_size(calls)
+        for start in range(0, len(group), size):
+            batches = group[start : start + size]
+            if len(batches) > 1:
+                batches[0].state.restore(self._device)
+                fused = self._fusing.join(
+                    calls[start : start + size], bound, self._device
+                )
+                if fused is not None:
+                    with bound:
+                        fused.run(bound)
+                    batches[0].state = ThreadState.current(self._device)
+
+    def _forward_call(self, batch: MicroBatch, bound: Bound, *, turning: bool) -> Any:
         """Run one micro-batch's call of the loaded block, and return what the model gets from it."""
         call = batch.waiting
         assert call is not None
@@ -240,27 +272,58 @@ class Window:
                     call.block, call.block.forward(*call.args, **call.kwargs)
                 )
             else:
-                call.run(keep=keep)
+                if call.fused is None:
+                    call.run(bound, turning=turning)
                 result = call.result(call.outputs)
                 batch.enter(call)
         batch.state = ThreadState.current(self._device)
         return result
 
     def _backward_block(self) -> None:
-        block = next(batch.calls[-1].block for batch in self._batches if batch.calls)
+        block = next(
+            batch.calls[-1].block
+            for batch in self._batches
+            if batch.calls and self._is_due(batch, batch.calls[-1].block)
+        )
         with self._executor.running(block, Kind.BACKWARD) as bound:
             for batch in self._batches:
-                while batch.top_block() is block:
+                while self._is_due(batch, block):
                     self._backward_call(batch, bound)
+
+    def _is_due(self, batch: MicroBatch, block: Block) -> bool:
+        """Whether a micro-batch's next backward is one of the block, and every one that it is fused with is there.
+
+        The call that ran last in forward is the last one of all its micro-batches, so something always is due.
+        """
+        if batch.top_block() is not block:
+            return False
+        fused = batch.calls[-1].fused
+        return fused is None or len(self._fused_batches(fused)) == len(fused.members)
+
+    def _fused_batches(self, fused: FusedCall) -> list[MicroBatch]:
+        return [
+            batch
+            for batch in self._batches
+            if batch.calls and batch.calls[-1].fused is fused
+        ]
 
     def _backward_call(self, batch: MicroBatch, bound: Bound) -> None:
         call = batch.calls[-1]
+        if call.fused is not None:
+            with bound:
+                found = call.fused.backward_all(bound)
+            for each, inputs in zip(
+                self._fused_batches(call.fused), found, strict=True
+            ):
+                each.leave(inputs)
+            return
         grads = [x.grad for x in call.outputs]
         if all(grad is None for grad in grads):
+            call.end_turn()
             batch.leave([None] * len(call.tracked))
             return
         with bound:
-            inputs = call.backward(grads)
+            inputs = call.backward(grads, bound)
         batch.leave(inputs)
 
 

@@ -11,7 +11,13 @@ from torch import Tensor, nn
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
-from megatrain_nb.runtime.optimizer import AdamW, adopt, check_kind, check_max_norm
+from megatrain_nb.runtime.optimizer import (
+    AdamW,
+    adopt,
+    check_kind,
+    check_max_norm,
+    check_nonfinite,
+)
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import (
     NumItems,
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.callbacks import StepResult
 
 
-def wrap(
+def wrap(  # noqa: PLR0913 - settings, by keyword only
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
@@ -36,19 +42,31 @@ def wrap(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     max_grad_norm: float | None = None,
+    nonfinite: str = "stop",
+    fuse_micro_batches: bool = False,
+    dtype: torch.dtype | str | None = None,
 ) -> tuple[nn.Module, AdamW]:
     """Move a model into the open session; the usual training loop works on what comes back.
 
     Parameters
     ----------
     model
-        fp32, in RAM or made by ``mt.from_config``. Its memory is freed block by block as it moves.
+        fp32 or bf16, in RAM or made by ``mt.from_config``. Its memory is freed block by block as it moves.
     optimizer
         A torch.optim.AdamW or Adam to take over, state included; None makes an AdamW.
     lr, betas, eps, weight_decay
         Of the AdamW that is made, as in torch.optim.AdamW.
     max_grad_norm
         Clip the total norm in every ``optimizer.step()``.
+    nonfinite
+        Where a gradient is NaN or infinite: ``"stop"`` raises an error that names it before anything is
+        updated, ``"skip"`` leaves that step's update out.
+    fuse_micro_batches
+        Let small micro-batches of a `train_step` pass a block together, where that gives the same up to rounding.
+        Dropout then draws other masks.
+    dtype
+        What the model computes in: ``torch.float32``, or ``torch.bfloat16`` with an fp32 master, which is what
+        AdamW updates. None: what its parameters are. Buffers stay as they are.
 
     Returns
     -------
@@ -60,7 +78,7 @@ def wrap(
     SessionError
         No session is open.
     ArgumentError
-        An optimizer that cannot be taken over.
+        An optimizer that cannot be taken over, or a dtype other than these.
     ModelError
         A model that cannot be streamed.
     BudgetError
@@ -72,17 +90,17 @@ def wrap(
         msg = f"model={given!r} is not a torch.nn.Module"
         raise ArgumentError(msg)
     check_max_norm(max_grad_norm)
+    check_nonfinite(nonfinite)
     if optimizer is not None:
         check_kind(optimizer)
         if (lr, betas, eps, weight_decay) != (1e-3, (0.9, 0.999), 1e-8, 1e-2):
             msg = "lr, betas, eps and weight_decay are those of the optimizer that you give; leave them out"
             raise ArgumentError(msg)
-    offloaded = offloaded_model(model)
-    if offloaded is None:
-        offloaded = offload(model, session)
+    offloaded = offload(model, session, dtype)
     offloaded.executor.check_usable()
+    offloaded.fuse(fuse_micro_batches)
     if optimizer is not None:
-        return model, adopt(offloaded, optimizer, max_grad_norm)
+        return model, adopt(offloaded, optimizer, max_grad_norm, nonfinite)
     params = [param for param in model.parameters() if param.requires_grad]
     made = AdamW(
         offloaded,
@@ -93,11 +111,15 @@ def wrap(
         weight_decay=weight_decay,
         max_grad_norm=max_grad_norm,
     )
+    made.nonfinite = nonfinite
     return model, made
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the model as an ordinary one, its weights in ordinary memory.
+
+    What computed in bf16 comes back in bf16; its fp32 master is gone then, so write that before with
+    ``mt.save_pretrained(model, dir, dtype=torch.float32)``.
 
     Raises
     ------
@@ -194,14 +216,18 @@ def run_window(
         with interrupts_wait(executor.stop):
             first = offloaded.model if offloaded.num_steps == 0 else None
             losses = Window(
-                executor, computes, step=offloaded.num_steps, model=first
+                executor,
+                computes,
+                step=offloaded.num_steps,
+                model=first,
+                fusing=offloaded.fusing,
             ).run()
     except BaseException:
-        executor.abort()
-        executor.drop_gradients()
-        offloaded.forget_step()
+        with interrupts_wait(executor.stop, breakable=False):
+            offloaded.forget_step()
+            executor.abort()
+            executor.drop_gradients()
         raise
-    executor.rest()
     offloaded.note_loss(sum(losses[1:], start=losses[0]), tokens)
     return losses
 

@@ -20,6 +20,7 @@ from megatrain_nb.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from megatrain_nb.store.rate import RateMeter
 from megatrain_nb.store.space import Space
 from megatrain_nb.store.tilefile import TileFile
 from megatrain_nb.units import format_bytes
@@ -75,6 +76,7 @@ class DiskStore:
         self.path = directory / DATA_NAME
         self.read_bytes = 0
         self.written_bytes = 0
+        self.rate = RateMeter()
         self._on_io = on_io
         self._index: dict[str, Tile] = dict(resume.tiles) if resume else {}
         self._pins: set[Manifest] = set()
@@ -272,7 +274,8 @@ class DiskStore:
             self._space.num_transfers += 1
         try:
             start_s = time.perf_counter()
-            self._file.read(tile.offset, out)
+            with self.rate.moving(tile.nbytes):
+                self._file.read(tile.offset, out)
             end_s = time.perf_counter()
             found = _checksum(out)
             if found != tile.checksum:
@@ -300,7 +303,8 @@ class DiskStore:
                 tile = Tile(offset, data.nbytes, codec, checksum, generation)
                 self._space.num_transfers += 1
             start_s = time.perf_counter()
-            self._file.write(offset, data)
+            with self.rate.moving(data.nbytes):
+                self._file.write(offset, data)
             end_s = time.perf_counter()
             with self._space.changed:
                 self._flip(key, tile)

@@ -259,10 +259,11 @@ class HostPool:
     def _map(self, size: int, what: str) -> Slab:
         try:
             return Slab(size, what)
-        except OSError as error:
+        except (OSError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or "out of memory"
             msg = (
                 f"the system refused {format_bytes(size)} of memory for {what} "
-                f"({error.strerror}): {self._usage()}. Lower max_ram_gb to what this "
+                f"({why}): {self._usage()}. Lower max_ram_gb to what this "
                 "machine (or its container) can give"
             )
             raise BudgetError(msg) from error

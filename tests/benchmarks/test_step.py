@@ -1,25 +1,45 @@
-"""Step time over plain PyTorch with gradient checkpointing, side by side in one run."""
+"""Step time over plain PyTorch, side by side in one run."""
 
 from __future__ import annotations
 
 import json
 import platform
-import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+WARM_UP = 3  # our own plan learns for two steps what the model allocates
 STEPS = 5
+CAUSES = ("compute", "wait", "update", "other")
+MIN_SHARE = 0.85
+ONE_BINDS = 0.6  # the other resource needs at most this share of the time
+
+
+@dataclass(frozen=True)
+class Case:
+    """One setting of both sides; ``bound`` is the ratio that it must not exceed."""
+
+    window: str
+    flags: tuple[str, ...]
+    bound: float
+    plain: tuple[str, ...] = ()
+
+
 CASES = {
-    "planned, max_ram_gb=0.8": (["0.8"], 1.3),
-    "weights, gradients and moments all on disk": (["0.8", "disk"], 1.3),
-    "all in RAM": (["4"], 1.1),
+    "max_ram_gb=0.8": Case("2x256x2", ("0.8",), 1.08),
+    "all of it on disk": Case("2x256x2", ("0.8", "disk"), 1.3),
+    "thin micro-batches": Case("1x64x8", ("0.8", "disk"), 1.03),
+    "thin micro-batches, fused": Case("1x64x8", ("0.8", "disk", "fuse"), 0.75),
+    "few tokens": Case("1x128x1", ("0.8", "disk"), 1.9),
+    "all in RAM": Case("2x256x2", ("8",), 1.03, ("--no-checkpointing",)),
 }
 
 
@@ -55,38 +75,78 @@ class Worker:
         return answer
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_step_time(case: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_step_time(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--benchmark-enable"):
         pytest.skip("benchmarks run with --benchmark-enable (make bench)")
-    arguments, bound = CASES[case]
-    ours = Worker("offload", str(tmp_path / "offload"), *arguments)
-    plain = Worker("plain")
+    case = CASES[name]
+    window = ("--window", case.window)
+    ours = Worker("offload", str(tmp_path / "offload"), *case.flags, *window)
+    plain = Worker("plain", *case.plain, *window)
     try:
-        for worker in (plain, ours):
-            worker.step()
+        for _ in range(WARM_UP):
+            plain.step()
+            ours.step()
         pairs = [(plain.step(), ours.step()) for _ in range(STEPS)]
     finally:
         ours.close()
         plain.close()
-    seconds = [
-        statistics.median(pair[side]["seconds"] for pair in pairs) for side in (0, 1)
-    ]
-    ratio = statistics.median(b["seconds"] / a["seconds"] for a, b in pairs)
-    last = pairs[-1][1]
-    causes = {
-        cause: statistics.median(b["causes"][cause] for _, b in pairs)
-        for cause in last["causes"]
-    }
+    theirs, mine = [a for a, _ in pairs], [b for _, b in pairs]
+    ratio = median(b["seconds"] / a["seconds"] for a, b in pairs)
+    share = median(b["share_of_bound"] for b in mine)
+    causes = {cause: median(b["causes"][cause] for b in mine) for cause in CAUSES}
     print(
-        f"\n{case}: 120 M Llama, 2 x 256 tokens x 2 micro-batches, fp32"
+        f"\n{name}: 120 M Llama, fp32, {case.window} (micro-batch x tokens x accumulation)"
         f"\n  {datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}; medians of {STEPS} steps, alternating"
-        f"\n  plain PyTorch with gradient checkpointing  {seconds[0]:.2f} s, peak {pairs[-1][0]['peak_bytes'] / 1e9:.2f} GB"
-        f"\n  through the session                        {seconds[1]:.2f} s, peak {last['peak_bytes'] / 1e9:.2f} GB"
-        f"\n  ratio {ratio:.2f} (at most {bound}); by cause: "
+        f"\n  plain PyTorch {' '.join(case.plain) or '--checkpointing'}: {median(a['seconds'] for a in theirs):.2f} s, "
+        f"peak {max(a['peak_bytes'] for a in theirs) / 1e9:.2f} GB"
+        f"\n  through the session: {median(b['seconds'] for b in mine):.2f} s, "
+        f"peak {max(b['peak_bytes'] for b in mine) / 1e9:.2f} GB"
+        f"\n  ratio {ratio:.2f} (at most {case.bound}); "
         + ", ".join(f"{cause} {value:.2f} s" for cause, value in causes.items())
-        + f"\n  moved per step: {last['read_bytes'] / 1e9:.2f} GB read, {last['written_bytes'] / 1e9:.2f} GB written"
+        + f"\n  {share:.0%} of the bound ({mine[-1]['bound']}); per step "
+        f"{median(b['read_bytes'] for b in mine) / 1e9:.2f} GB read, "
+        f"{median(b['written_bytes'] for b in mine) / 1e9:.2f} GB written"
     )
-    assert all(a["loss"] == pytest.approx(b["loss"], abs=1e-5) for a, b in pairs)
-    assert ratio <= bound
+    assert all(a["loss"] == pytest.approx(b["loss"], abs=1e-4) for a, b in pairs)
+    assert ratio <= case.bound
+    least = sorted(mine[-1]["least_seconds"].values())
+    if len(least) == 1 or least[0] <= ONE_BINDS * least[-1]:
+        assert share >= MIN_SHARE
+
+
+# Plain PyTorch in pure bf16, without a master, takes 0.46 to 0.51 of plain fp32 on two cores with AVX512-BF16.
+MAX_BF16 = 0.55
+
+
+def test_bf16_over_fp32(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Our bf16 step with an fp32 master over our own fp32 step, same budget."""
+    if not request.config.getoption("--benchmark-enable"):
+        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
+    single = Worker("offload", str(tmp_path / "single"), "0.8")
+    half = Worker("offload", str(tmp_path / "half"), "0.8", "--bf16")
+    try:
+        for worker in (single, half) * WARM_UP:
+            worker.step()
+        pairs = [(single.step(), half.step()) for _ in range(STEPS)]
+    finally:
+        half.close()
+        single.close()
+    ratio, of_cpu = (
+        median(b[key] / a[key] for a, b in pairs) for key in ("seconds", "cpu_seconds")
+    )
+    seconds = [median(pair[side]["seconds"] for pair in pairs) for side in (0, 1)]
+    moved = [
+        f"{answer['read_bytes'] / 1e9:.2f} GB read, {answer['written_bytes'] / 1e9:.2f} GB written, "
+        f"peak {answer['peak_bytes'] / 1e9:.2f} GB"
+        for answer in pairs[-1]
+    ]
+    print(
+        "\nbf16 with an fp32 master over fp32: 120 M Llama, 2 x 256 tokens x 2 micro-batches, max_ram_gb=0.8"
+        f"\n  fp32  {seconds[0]:.2f} s, {moved[0]}"
+        f"\n  bf16  {seconds[1]:.2f} s, {moved[1]}"
+        f"\n  ratio {ratio:.2f} (at most {MAX_BF16}), of CPU seconds {of_cpu:.2f}"
+    )
+    assert all(a["loss"] == pytest.approx(b["loss"], rel=0.01) for a, b in pairs)
+    assert ratio <= MAX_BF16

@@ -1,8 +1,10 @@
 """The work of the benchmarks: a Llama of 120 M parameters, stepped on command.
 
-Run as ``python -m tests.benchmarks.work plain`` or ``... offload DIR MAX_RAM_GB [disk]``; every line on
-stdin takes one optimizer step and answers with one line of JSON. A process of its own for each side
-keeps allocators, threads and memory apart.
+Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk] [fuse]``,
+each with ``--bf16`` where it is not fp32 and ``--window BATCHxLENGTHxCOUNT`` where it is not 2x256x2; every
+line on stdin takes one optimizer step and answers with one line of JSON. A process of its own for each side
+keeps allocators, threads and
+memory apart.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_nb.runtime import rss
+from megatrain_nb.runtime.session import load_code
 
 Step = Callable[[list[dict[str, torch.Tensor]]], dict[str, Any]]
 
@@ -43,11 +46,17 @@ def windows(
         yield [{"input_ids": x, "labels": x} for x in ids]
 
 
-def plain() -> Step:
-    """Plain PyTorch: all in RAM, gradient checkpointing, fused AdamW, clipping."""
+def plain(*flags: str) -> Step:
+    """Plain PyTorch: all in RAM, fused AdamW, clipping; gradient checkpointing unless a flag says no.
+
+    In bf16 without a master: weights and moments are bf16 as well.
+    """
     torch.manual_seed(0)
     model = LlamaForCausalLM(config()).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if "--bf16" in flags:
+        model.to(torch.bfloat16)
+    if "--no-checkpointing" not in flags:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(window: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
@@ -58,7 +67,7 @@ def plain() -> Step:
                 **batch, use_cache=False, num_items_in_batch=torch.tensor(tokens)
             ).loss
             part.backward()
-            loss += float(part)
+            loss += float(part.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -68,15 +77,18 @@ def plain() -> Step:
 
 
 def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
-    """The same through the session."""
+    """The same through the session; in bf16 with an fp32 master."""
     import megatrain_nb as mt  # noqa: PLC0415
 
     session = mt.init(directory, max_ram_gb=float(max_ram_gb))
     if "disk" in flags:
         session.max_resident_bytes = 0
-    model = mt.from_config(config(), seed=0)
+    dtype = torch.bfloat16 if "--bf16" in flags else torch.float32
+    model = mt.from_config(config(), seed=0, dtype=dtype)
     model.train()
-    model, optimizer = mt.wrap(model, lr=1e-4, max_grad_norm=1.0)
+    model, optimizer = mt.wrap(
+        model, lr=1e-4, max_grad_norm=1.0, fuse_micro_batches="fuse" in flags
+    )
 
     def step(window: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
         result = mt.train_step(model, optimizer, window)
@@ -85,6 +97,9 @@ def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
             "causes": result.seconds,
             "read_bytes": result.read_bytes,
             "written_bytes": result.written_bytes,
+            "bound": result.bound,
+            "least_seconds": result.least_seconds,
+            "share_of_bound": result.share_of_bound,
         }
 
     return step
@@ -92,15 +107,24 @@ def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
 
 def main(kind: str, *arguments: str) -> None:
     """Answer each line of stdin with one step."""
+    load_code()
     base = rss.resident_bytes()
-    step = plain() if kind == "plain" else offload(*arguments)
+    meter = rss.PeakMeter()
+    given = [*arguments]
+    shape = [2, 256, 2]
+    if "--window" in given:
+        at = given.index("--window")
+        shape = [int(number) for number in given[at + 1].split("x")]
+        del given[at : at + 2]
+    step = plain(*given) if kind == "plain" else offload(*given)
     print(json.dumps({"ready": True}), flush=True)
-    for window, _ in zip(windows(), sys.stdin, strict=False):
-        rss.reset_peak()
-        start = time.perf_counter()
+    for window, _ in zip(windows(*shape), sys.stdin, strict=False):
+        meter.restart()
+        start, cpu_start = time.perf_counter(), time.process_time()
         answer = step(window)
         answer["seconds"] = time.perf_counter() - start
-        answer["peak_bytes"] = rss.peak_bytes() - base
+        answer["cpu_seconds"] = time.process_time() - cpu_start
+        answer["peak_bytes"] = meter.read() - base
         print(json.dumps(answer), flush=True)
 
 

@@ -16,25 +16,37 @@ from megatrain_nb.units import parse_size
 TILE = 4096
 
 
-def make_spec(sizes: list[int]) -> ModelSpec:
+def make_spec(sizes: list[int], *, split: bool = False) -> ModelSpec:
     return ModelSpec(
         blocks=tuple(
             BlockSpec(index=i, name=f"b{i}", packs=(i,)) for i in range(len(sizes))
         ),
         packs=tuple(
-            pack_params(i, f"b{i}", [("w", (size,))]) for i, size in enumerate(sizes)
+            pack_params(i, f"b{i}", [("w", (size,))], split=split)
+            for i, size in enumerate(sizes)
         ),
     )
 
 
-specs = st.builds(make_spec, st.lists(st.integers(1, 40_000), min_size=1, max_size=8))
+specs = st.builds(
+    make_spec,
+    st.lists(st.integers(1, 40_000), min_size=1, max_size=8),
+    split=st.booleans(),
+)
+
+
+# Of weights, gradients and states, per parameter of an fp32 and of a split pack.
+BYTES = {False: (4, 4, 8), True: (2, 4, 10)}
 
 
 def kept_bytes(spec: ModelSpec, plan: Residency) -> int:
     return sum(
-        spec.packs[index].weight_bytes * factor
-        for kept, factor in ((plan.weights, 1), (plan.grads, 1), (plan.states, 2))
-        for index in kept
+        pack.numel * size
+        for pack in spec.packs
+        for kept, size in zip(
+            (plan.weights, plan.grads, plan.states), BYTES[pack.split], strict=True
+        )
+        if pack.index in kept
     )
 
 
@@ -82,6 +94,42 @@ def test_the_ceiling_is_kept(spec: ModelSpec, ceiling: int) -> None:
     assert kept_bytes(spec, plan) <= ceiling
 
 
+@given(
+    specs,
+    st.integers(1, 3_000_000),
+    st.integers(0, 200_000),
+    st.integers(0, 500_000),
+    st.floats(0, 1),
+)
+def test_kept_activations_are_part_of_the_budget(
+    spec: ModelSpec, limit: int, activations: int, wanted: int, share: float
+) -> None:
+    try:
+        plan = plan_residency(
+            spec,
+            limit_bytes=limit,
+            activation_bytes=activations,
+            keep_bytes=wanted,
+            keep_share=share,
+            tile_numel=TILE,
+        )
+    except BudgetError:
+        return
+    used = plan.resident_bytes + plan.working_bytes + plan.activation_bytes
+    assert used + plan.keep_bytes <= limit
+    assert 0 <= plan.keep_bytes <= wanted
+    without = plan_for(spec, limit, activations)
+    assert without is not None
+    if without.disk_bytes == 0:  # what is left over is given to activations
+        assert plan.resident_bytes == spec.state_bytes
+        assert plan.keep_bytes == min(wanted, limit - spec.state_bytes - activations)
+    elif share == 0:
+        assert plan == without
+    elif share == 1:
+        left = limit - plan.working_bytes - activations
+        assert plan.keep_bytes == min(wanted, left)
+
+
 def test_weights_come_first_and_the_last_blocks_before() -> None:
     spec = make_spec([4096] * 4)
     one = spec.packs[0].weight_bytes
@@ -110,3 +158,11 @@ def test_the_minimum_in_the_message_is_the_minimum() -> None:
     named = re.search(r"at least ([\d.]+ \w+)", str(error.value))
     assert named is not None
     assert parse_size(named[1]) <= 1.01 * spec.state_bytes
+
+
+def test_halves_let_twice_as_many_weights_stay() -> None:
+    whole, halves = (make_spec([4096] * 8, split=split) for split in (False, True))
+    assert whole.state_bytes == halves.state_bytes == 8 * 16 * 4096
+    limit = working_bytes(whole, tile_numel=TILE) + 4 * 4 * 4096
+    plans = plan_for(whole, limit), plan_for(halves, limit)
+    assert [len(plan.weights) for plan in plans if plan] == [4, 8]

@@ -14,21 +14,27 @@ shapes = st.lists(
 )
 
 
-@given(shapes, st.integers(1, 5).map(lambda k: 1024 * k))
-def test_layout(shapes: list[tuple[int, ...]], tile: int) -> None:
-    pack = pack_params(0, "p", [(str(i), shape) for i, shape in enumerate(shapes)])
+@given(shapes, st.integers(1, 5), st.booleans())
+def test_layout(shapes: list[tuple[int, ...]], pages: int, split: bool) -> None:
+    named = [(str(i), shape) for i, shape in enumerate(shapes)]
+    pack = pack_params(0, "p", named, split=split)
+    size = 2 if split else 4
+    tile = pages * 4096 // size
     end = 0
     for param, shape in zip(pack.params, shapes, strict=True):
-        assert param.offset % 16 == 0
+        assert param.offset * size % 64 == 0
         assert param.offset >= end
         assert param.numel == math.prod(shape)
         end = param.offset + param.numel
     assert pack.numel >= end
-    assert pack.numel % 1024 == 0
+    assert pack.weight_bytes % 4096 == 0
+    assert pack.weight_bytes == pack.numel * size
+    whole = pack.weight_bytes + pack.grad_bytes + pack.states_bytes
+    assert whole == 16 * pack.numel
     covered = [index for start, stop in pack.tiles(tile) for index in (start, stop)]
     assert covered == sorted(covered)
     assert sum(stop - start for start, stop in pack.tiles(tile)) == pack.numel
-    assert all(start % 1024 == 0 for start, _ in pack.tiles(tile))
+    assert all(start * size % 4096 == 0 for start, _ in pack.tiles(tile))
 
 
 def test_sizes_of_a_tied_model() -> None:

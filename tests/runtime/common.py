@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import json
+import subprocess
+import sys
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -19,13 +23,14 @@ from megatrain_nb.store.host import HostPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 VOCABULARY = 31
 WIDTH = 16
 
 # A fault that is known: the test shows it, and fails when it is gone. Only a wrong result counts.
 bug = partial(pytest.mark.xfail, strict=True, raises=AssertionError)
+
+both_ways = pytest.mark.parametrize("window", [False, True], ids=["loop", "window"])
 
 
 class Layer(nn.Module):
@@ -209,3 +214,34 @@ def true_or_refused(make: Callable[[], Any], directory: Path, **kwargs: Any) -> 
     except mt.MegatrainError:
         return
     assert wrong == []
+
+
+def gradients_in(
+    model: Any, optimizer: Any, step: Callable[[], Any]
+) -> dict[str, Tensor]:
+    """The gradients that the optimizer finds in what ``step`` does, by parameter."""
+    found: dict[str, Tensor] = {}
+
+    def look(*_: Any) -> None:
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                found[name] = param.grad.detach().clone()
+
+    hook = optimizer.register_step_pre_hook(look)
+    step()
+    hook.remove()
+    return found
+
+
+def report_of(script: str, *arguments: object, timeout: float = 500) -> Any:
+    """What a script prints in its last line, as JSON; it runs in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", script, *map(str, arguments)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])

@@ -21,7 +21,7 @@ IGNORES_NUM_ITEMS = ("bert", "albert", "t5")
 
 # Where transformers' Trainer counts the labels without the first one of each row: its causal models. It takes
 # GPT-2 for another kind (by the name of its class), so it counts all labels there; so does train_step.
-COUNTS_SHIFTED = ("llama", "qwen3", "gemma2", "opt", "mixtral")
+COUNTS_SHIFTED = ("llama", "qwen3", "gemma2", "opt", "mixtral", "granite", "cohere")
 
 
 def make_config(
@@ -62,6 +62,8 @@ def make_config(
             transformers.Gemma2Config,
             grouped | {"head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 4},
         ),
+        "granite": (transformers.GraniteConfig, grouped | {"logits_scaling": 3.0}),
+        "cohere": (transformers.CohereConfig, grouped | {"logit_scale": 0.3}),
         "opt": (
             transformers.OPTConfig,
             {

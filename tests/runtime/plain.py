@@ -6,22 +6,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import torch
 
 import megatrain_nb as mt
+from megatrain_nb.runtime import kept
+from megatrain_nb.runtime.call import BlockCall
 from megatrain_nb.runtime.device import SlotDevice
+from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.optimizer import AdamW
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.threadstate import ThreadState
 from megatrain_nb.runtime.window import _streams
+from megatrain_nb.store.host import HostPool
 from tests.runtime.models import make_model, make_window, own_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    import pytest
     from torch import Tensor, nn
 
     from megatrain_nb.runtime.session import Session
@@ -41,6 +47,19 @@ TIED_ULP, TIED_LOSS_ULP = 4, 64
 worst: dict[str, float] = {}
 
 
+# What a case may be, and the values that every architecture meets.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "accumulation": (1, 3),
+    "clipping": (False, True),
+    "tied": (False, True),
+    "dropout": (0.0, 0.1),
+    "place": ("ram", "disk", "mixed"),
+    "path": ("window", "loop"),
+    "device": ("host", "slots"),
+    "keep": (False, True),
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """One combination of the factors."""
@@ -53,6 +72,7 @@ class Case:
     place: str = "disk"
     path: str = "window"
     device: str = "host"
+    keep: bool = False
 
     def __str__(self) -> str:
         return "-".join(
@@ -65,6 +85,7 @@ class Case:
                 self.place,
                 self.path,
                 self.device,
+                "keep" if self.keep else "again",
             ]
         )
 
@@ -249,6 +270,7 @@ def opened(
 
 def streamed_trace(case: Case, session: Session, steps: int = 5) -> Trace:
     """Train the same through a session."""
+    session.keep_share, session.max_kept_bytes = 1.0, None if case.keep else 0
     model, optimizer = mt.wrap(
         make_model(case.name, tied=case.tied, dropout=case.dropout),
         lr=LR,
@@ -257,12 +279,38 @@ def streamed_trace(case: Case, session: Session, steps: int = 5) -> Trace:
     )
     windows = [make_window(case.name, step, case.accumulation) for step in range(steps)]
     torch.manual_seed(7)
-    if case.path == "window":
-        trace = window_trace(model, optimizer, windows)
-    else:
-        trace = loop_trace(model, optimizer, windows, loss_of(case.name))
+    with counted() as again:
+        again_after: list[int] = []
+        if case.path == "window":
+            trace = window_trace(
+                model, optimizer, windows, after_step=lambda: again_after.append(*again)
+            )
+        else:
+            trace = loop_trace(
+                model,
+                optimizer,
+                windows,
+                loss_of(case.name),
+                after_step=lambda: again_after.append(*again),
+            )
+    # The first step learns what activations take; then no block computes its forward again, or each layer does.
+    if steps > 1:
+        assert (again_after[0] == again_after[-1]) == case.keep
     check_place(case.place, session, model)
     return trace
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Count the calls that compute their forward again, in the one element of the list."""
+    again, as_it_was = [0], BlockCall._as_it_was
+
+    def counting(self: Any) -> Any:
+        again[0] += 1
+        return as_it_was(self)
+
+    with mock.patch.object(BlockCall, "_as_it_was", counting):
+        yield again
 
 
 def tied_name(name: str) -> str:
@@ -406,3 +454,19 @@ def _by_step(values: list[Tensor]) -> dict[str, Tensor]:
 def report() -> list[str]:
     """Describe the worst differences."""
     return [f"{what:<56} {value:.3g}" for what, value in sorted(worst.items())]
+
+
+def weights_are_kept_as_they_are(patch: pytest.MonkeyPatch) -> None:
+    """A tooth for both comparisons: a kept graph holds the weights' memory, which is another's by then."""
+    patch.setattr(kept.Saver, "pack", lambda _, tensor: kept.Saved(tensor.detach()))
+    patch.setattr(kept.Saver, "weights_are_free", lambda _: True)
+    # In a model this small nothing would leave its memory between forward and backward ...
+    patch.setattr(Executor, "_soon", lambda *_: ())
+    # ... and a slab could come back with the same bytes.
+    give = HostPool.give
+
+    def unmap(self: HostPool, slab: Any) -> None:
+        give(self, slab)
+        self.trim()
+
+    patch.setattr(HostPool, "give", unmap)

@@ -19,6 +19,7 @@ from tests.runtime.common import (
     TinyLM,
     backward_both,
     batch,
+    both_ways,
     bug,
     loss_of,
     opened,
@@ -31,8 +32,6 @@ from tests.runtime.common import (
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-both_ways = pytest.mark.parametrize("window", [False, True], ids=["loop", "window"])
 
 
 class WeightsOut(TinyLM):

@@ -106,6 +106,18 @@ def test_slots_are_copies_and_are_reused() -> None:
     assert device.used_bytes() == 0
 
 
+def test_slots_of_halves() -> None:
+    device = SlotDevice(torch.device("cpu"), max_bytes=800)
+    halves = device.onload(np.full(100, 0x3F80, np.uint16))
+    assert halves.dtype == torch.bfloat16
+    assert (float(halves[99]), device.used_bytes()) == (1.0, 200)
+    device.release(halves)
+    floats = device.onload(np.zeros(100, np.float32))  # not the free slot of halves
+    assert (floats.dtype, device.used_bytes()) == (torch.float32, 600)
+    assert device.onload(np.zeros(100, np.uint16)).data_ptr() == halves.data_ptr()
+    device.close()
+
+
 def test_which_device_is_opened() -> None:
     assert isinstance(open_device("cpu", max_vram_bytes=None), HostDevice)
     assert isinstance(open_device(torch.device("cpu"), max_vram_bytes=1), HostDevice)

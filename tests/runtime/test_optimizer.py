@@ -239,3 +239,60 @@ def test_poisoned_memory_does_not_show(
         for name, value in snapshot(plain).items():
             found = streamed.get_parameter(name).detach().clone()
             torch.testing.assert_close(found, value, rtol=0, atol=5e-7)
+
+
+def poisoned_loss(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    x = model.embed(ids[:, :-1])
+    for index, layer in enumerate(model.layers):
+        x = layer(x)
+        if index == 1:
+            x = x * float("inf")
+    return torch.as_tensor(model.head(model.norm(x)).mean())
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_a_gradient_that_is_not_finite_stops_the_step(
+    tmp_path: Path, disk: bool
+) -> None:
+    with opened(tmp_path, disk=disk):
+        model, optimizer = mt.wrap(seeded(TinyLM))
+        window_step(model, optimizer, 0)
+        before = snapshot(model, optimizer)
+        with pytest.raises(
+            mt.ModelError, match=r"gradient of \S+ is not finite .* step 2"
+        ):
+            mt.train_step(
+                model,
+                optimizer,
+                [{"ids": batch(1)}],
+                loss_fn=lambda model, each: poisoned_loss(model, each["ids"]),
+            )
+        assert differing(before, snapshot(model, optimizer)) == []
+        window_step(model, optimizer, 1)
+
+
+def test_a_gradient_that_is_not_finite_may_be_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = seeded(TinyLM)
+    theirs = torch.optim.AdamW(plain.parameters(), fused=True)
+    for step in (0, 2):
+        plain_step(plain, theirs, step)
+    with opened(tmp_path):
+        model, optimizer = mt.wrap(seeded(TinyLM), nonfinite="skip")
+        window_step(model, optimizer, 0)
+        result = mt.train_step(
+            model,
+            optimizer,
+            [{"ids": batch(1)}],
+            loss_fn=lambda model, each: poisoned_loss(model, each["ids"]),
+        )
+        assert result.step == 2
+        assert "step 2 skipped: the gradient of" in caplog.text
+        window_step(model, optimizer, 2)
+        assert differing(snapshot(plain, theirs), snapshot(model, optimizer)) == []
+
+
+def test_nonfinite_is_stop_or_skip(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(mt.ArgumentError, match=r'"stop" or "skip"'):
+        mt.wrap(seeded(TinyLM), nonfinite="ignore")

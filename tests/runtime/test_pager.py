@@ -105,14 +105,49 @@ def test_residents_stay_and_leave_with_the_plan(store: DiskStore) -> None:
 
 def test_opened_keeps_the_last_one_and_writes_it(store: DiskStore) -> None:
     pager = make_pager(store, pieces=1)
-    with pager.opened(0, What.WEIGHTS, write=True) as flat:
+    with pager.opened(0, What.WEIGHTS, write=True) as [flat]:
         flat[:] = 7
-    with pager.opened(1, What.WEIGHTS) as flat:
+    with pager.opened(1, What.WEIGHTS) as [flat]:
         assert not flat.any()
     pager.barrier()
     assert values(pager, 0) == {7.0}
     pager.close()
     assert pager.pool.in_use_bytes == 0
+
+
+def test_a_split_pack_has_two_halves(store: DiskStore) -> None:
+    """Their tiles need not be whole pages; both are there at once, and stay until another pack is opened."""
+    pack = pack_params(0, "0", [("w", (6000,))], split=True)
+    pager = Pager(
+        (pack,),
+        prefix="0/",
+        pool=HostPool(2 * 6144 * 2, poison=True),
+        store=store,
+        on_span=lambda _: None,
+        tile_numel=1024,
+    )
+    both = (What.WEIGHTS, What.LOW)
+    assert pager.is_blank(0, What.LOW)
+    with pager.opened(0, *both, write=True) as [hi, lo]:
+        assert hi.dtype == np.uint16
+        assert hi.shape == lo.shape == (6144,)
+        assert not hi.any()
+        assert not lo.any()
+        hi[:], lo[:] = np.arange(6144), np.arange(6144)[::-1]
+    with pager.opened(0, What.LOW) as [lo]:
+        assert lo[0] == 6143
+    pager.barrier()
+    assert pager.pool.in_use_bytes == 0
+    assert not pager.is_blank(0, What.LOW)
+    assert {store.nbytes(key) for key in store.keys()} == {2048}  # noqa: SIM118
+    with pager.opened(0, *both) as [hi, lo]:
+        assert (hi[5000], lo[5000]) == (5000, 1143)
+    with pytest.raises(mt.BudgetError, match="grads"), pager.opened(0, *both):
+        pager.need(0, What.GRADS)
+    pager.discard(0, What.LOW)
+    with pager.opened(0, *both) as [hi, lo]:
+        assert (hi[5000], lo[5000]) == (5000, 0)
+    pager.close()
 
 
 class LateGive(HostPool):
@@ -157,7 +192,7 @@ def test_the_pool_is_never_exceeded_in_training(
         return slab
 
     monkeypatch.setattr(HostPool, "_take", take)
-    with opened(tmp_path, max_ram_gb="160 kB"):
+    with opened(tmp_path, max_ram_gb="105 kB"):
         model, optimizer = wrapped(seeded(TinyLM))
         for step in range(3):
             window_step(model, optimizer, step)

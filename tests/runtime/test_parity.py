@@ -21,8 +21,10 @@ from megatrain_nb.runtime import (
     update,
     window,
 )
+from megatrain_nb.runtime.session import current_session
 from tests.runtime.models import ARCHITECTURES, covering
 from tests.runtime.plain import (
+    FACTORS,
     Case,
     assert_equal,
     assert_equal_but_tied,
@@ -30,22 +32,13 @@ from tests.runtime.plain import (
     plain_trace_of,
     streamed_trace,
     tied_name,
+    weights_are_kept_as_they_are,
     worst,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "accumulation": (1, 3),
-    "clipping": (False, True),
-    "tied": (False, True),
-    "dropout": (0.0, 0.1),
-    "place": ("ram", "disk", "mixed"),
-    "path": ("window", "loop"),
-    "device": ("host", "slots"),
-}
 
 # Every architecture meets every combination of the values of any three factors.
 CASES = [
@@ -84,10 +77,10 @@ def random_state_is_not_restored(patch: pytest.MonkeyPatch) -> None:
 def gradient_of_recorded_logits_is_dropped(patch: pytest.MonkeyPatch) -> None:
     backward = call.BlockCall.backward
 
-    def without(self: call.BlockCall, grads: Any) -> Any:
+    def without(self: call.BlockCall, grads: Any, bound: Any) -> Any:
         count = sum(self._recorded_counts.values())
         kept = [*grads[: len(grads) - count], *[None] * count]
-        return backward(self, kept)
+        return backward(self, kept, bound)
 
     patch.setattr(call.BlockCall, "backward", without)
 
@@ -128,15 +121,19 @@ def input_gradient_flows_once_per_consumer(patch: pytest.MonkeyPatch) -> None:
 
 
 def weights_are_not_written(patch: pytest.MonkeyPatch) -> None:
-    write = pager.Pager.write_tile
+    settle = pager.Pager.settle
 
-    def skip(self: Any, piece: Any, start: int, slab: Any) -> None:
+    def clean(self: Any, piece: Any) -> None:
         if piece.what is pager.What.WEIGHTS and piece.pack.index == 1:
-            self.pool.give(slab)
-        else:
-            write(self, piece, start, slab)
+            piece.dirty = piece.dirty and not optimizer_has_stepped()
+        settle(self, piece)
 
-    patch.setattr(pager.Pager, "write_tile", skip)
+    def optimizer_has_stepped() -> bool:
+        session = current_session()
+        assert session is not None
+        return any(model.num_steps for model in session._models)
+
+    patch.setattr(pager.Pager, "settle", clean)
 
 
 def moments_are_not_written(patch: pytest.MonkeyPatch) -> None:
@@ -165,10 +162,10 @@ def gradients_are_not_written(patch: pytest.MonkeyPatch) -> None:
 def a_tile_is_shifted(patch: pytest.MonkeyPatch) -> None:
     read = pager.Pager.read_tile
 
-    def shifted(self: Any, piece: Any, start: int, stop: int) -> Any:
+    def shifted(self: Any, piece: Any, start: int, stop: int, **kwargs: Any) -> Any:
         if piece.what is pager.What.EXP_AVG and start == self.tile_numel:
-            return read(self, piece, 0, stop - start)
-        return read(self, piece, start, stop)
+            return read(self, piece, 0, stop - start, **kwargs)
+        return read(self, piece, start, stop, **kwargs)
 
     patch.setattr(pager.Pager, "read_tile", shifted)
 
@@ -201,13 +198,13 @@ def norm_forgets_a_parameter(patch: pytest.MonkeyPatch) -> None:
 
 
 def bias_correction_stands_still(patch: pytest.MonkeyPatch) -> None:
-    tiles = update._tiles
+    count = offload.OffloadedModel.count_step
 
-    def standing(offloaded: Any, configs: Any) -> Any:
-        offloaded.steps.clear()
-        return tiles(offloaded, configs)
+    def standing(self: Any, param: Any) -> int:
+        count(self, param)
+        return 1
 
-    patch.setattr(update, "_tiles", standing)
+    patch.setattr(offload.OffloadedModel, "count_step", standing)
 
 
 def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
@@ -220,6 +217,10 @@ def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
         return slot
 
     patch.setattr(device.SlotDevice, "onload", stale)
+
+
+def kept_gradients_stay_behind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(executor.Bound, "add_gradient", lambda *_: None)
 
 
 def streams_are_those_of_the_caller(patch: pytest.MonkeyPatch) -> None:
@@ -248,6 +249,8 @@ TEETH: dict[Callable[[pytest.MonkeyPatch], None], Case] = {
     norm_forgets_a_parameter: HURT,
     bias_correction_stands_still: HURT,
     slots_keep_old_weights: replace(HURT, device="slots"),
+    weights_are_kept_as_they_are: replace(HURT, keep=True),
+    kept_gradients_stay_behind: replace(HURT, keep=True, place="ram"),
     streams_are_those_of_the_caller: replace(HURT, dropout=0.1),
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import megatrain_nb as mt
 from megatrain_nb.plan.schedule import Kind, make_schedule
+from megatrain_nb.plan.traffic import NUM_FIRST
 from tests.runtime.common import (
     Layer,
     TinyLM,
@@ -66,9 +67,9 @@ def test_what_happens_is_what_the_schedule_says(
         if action.kind in (Kind.FORWARD, Kind.BACKWARD)
     ]
     assert records.computed() == expected * (1 if window else 2)
-    # Everything was read ahead: no read was begun by the block that needed it.
+    # What a pass begins with stays from the pass before; everything else is read.
     reads = [span for span in records.spans if span.kind == "READ" and "weights" in span.name]  # fmt: skip
-    assert len(reads) >= len(expected) - 2
+    assert len(reads) >= len(expected) - 2 * (1 + NUM_FIRST)
 
 
 def test_weights_cross_twice_a_step_whatever_the_accumulation(tmp_path: Path) -> None:
@@ -77,10 +78,14 @@ def test_weights_cross_twice_a_step_whatever_the_accumulation(tmp_path: Path) ->
     with opened(tmp_path):
         _, optimizer = mt.wrap(model)
         for count in (1, 4):
-            window_step(model, optimizer, 0, count=count)
-            result = window_step(model, optimizer, 1, count=count)
-            moved.append((result.read_bytes, result.written_bytes))
-    assert moved[0] == moved[1]
+            for step in range(2):  # the second of them makes the moments
+                window_step(model, optimizer, step, count=count)
+            results = [
+                window_step(model, optimizer, step, count=count) for step in range(30)
+            ]
+            moved.append(sum(x.read_bytes + x.written_bytes for x in results))
+    # What is read early for the next step may count in either.
+    assert moved[0] == pytest.approx(moved[1], rel=0.02)
 
 
 def test_order_of_micro_batches_and_their_random_streams(tmp_path: Path) -> None:

@@ -1,0 +1,349 @@
+"""What a block's call keeps for its backward, and the bytes that all calls may keep.
+
+[Note: weights are named, not kept] A weight leaves its memory between forward and backward, and may come
+back elsewhere. So what autograd saves of it (the weight, or a view such as its transpose) is packed as
+(pack, size, stride, offset) and found again in the weights that are loaded at backward. Everything else is
+kept as it is, with its version: what was changed in place since makes the call compute again.
+Gradients go to the parameters that are bound at backward, through hooks on those of the forward.
+
+[Note: whoever else holds a weight] An operation may hold a weight without telling autograd (an attribute of
+its ctx, a closure). Then the numbers behind it would be those of another block by the time of backward.
+So the references to each weight and its memory are counted before and after: one more, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import weakref
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatrain_nb.errors import ModelError
+from megatrain_nb.plan.keep import choose_kept
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import nn
+
+    from megatrain_nb.runtime.executor import Bound
+    from megatrain_nb.runtime.layers import Block
+
+logger = logging.getLogger("megatrain_nb")
+
+ESCAPED = (
+    "a tensor computed inside {} is used outside it by another way than the block's output (a hook or an "
+    "attribute), and a gradient reached it: it would be lost. Return it from the block's forward"
+)
+
+# Without these private functions of torch nothing is kept.
+_COUNTABLE = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+class WeightView(NamedTuple):
+    """A view of a pack's flat weights; sizes, strides and offset in elements."""
+
+    pack: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Saved:
+    """A tensor that autograd saved, and its version then."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was changed in place since."""
+        return self.tensor._version != self.version
+
+
+class Later:
+    """What the graph of one `Bound`'s calls finds its weights in: nothing, until the block is loaded again.
+
+    Attributes
+    ----------
+    bound
+        The loaded block while one of those calls is in its backward, else None.
+    used
+        A call of it was kept.
+    version
+        The executor's count of weight changes when the block was loaded.
+    """
+
+    # A graph holds this object, so it must not hold the graph: see `Kept`.
+
+    def __init__(self, block: str, version: int) -> None:
+        self.bound: Bound | None = None
+        self.used = False
+        self.version = version
+        self._block = block
+
+    @contextmanager
+    def found_in(self, bound: Bound) -> Iterator[None]:
+        """Find the weights in a loaded block for a while."""
+        self.bound = bound
+        try:
+            yield
+        finally:
+            self.bound = None  # a cycle would keep the weights' memory
+
+    def unpack(self, packed: Saved | WeightView) -> Tensor:
+        """Give autograd back what it saved."""
+        bound = self._require()
+        if isinstance(packed, WeightView):
+            with torch.no_grad():
+                return bound.flats[packed.pack].as_strided(*packed[1:])
+        if packed.changed:
+            msg = f"{self._block}: a tensor that its backward needs was changed in place after it was computed"
+            raise ModelError(msg)
+        return packed.tensor
+
+    def check(self, _: Tensor) -> None:
+        """Refuse a gradient outside the block's own backward: it would be lost."""
+        self._require()
+
+    def hand_over(self, param: nn.Parameter) -> Callable[[Tensor], None]:
+        """Return a hook that adds a gradient to the parameter that is bound at backward."""
+
+        def move(leaf: Tensor) -> None:
+            grad, leaf.grad = leaf.grad, None
+            assert grad is not None
+            self._require().add_gradient(param, grad)
+
+        return move
+
+    def _require(self) -> Bound:
+        if self.bound is None:
+            raise ModelError(ESCAPED.format(self._block))
+        return self.bound
+
+
+class Saver:
+    """Packs what autograd saves during one run of a block, and counts it."""
+
+    def __init__(self, bound: Bound) -> None:
+        self._bound = bound
+        self._weights = {
+            flat.untyped_storage().data_ptr(): (pack, flat.dtype)
+            for pack, flat in bound.flats.items()
+        }
+        self._references = self._count_references()
+        self._found: list[weakref.ref[Saved]] = []
+
+    def pack(self, tensor: Tensor) -> Saved | WeightView:
+        """Take one tensor that autograd saves."""
+        tensor = tensor.detach()  # an output of a node must not hold its own graph
+        storage = _storage(tensor)
+        found = None if storage is None else self._weights.get(storage.data_ptr())
+        if found is not None:
+            pack, dtype = found
+            if tensor.dtype == dtype and not tensor.is_neg():
+                return WeightView(
+                    pack,
+                    tuple(tensor.shape),
+                    tensor.stride(),
+                    int(tensor.storage_offset()),
+                )
+            tensor = tensor.clone()
+        saved = Saved(tensor)
+        self._found.append(weakref.ref(saved))
+        return saved
+
+    def saved(self) -> list[weakref.ref[Saved]]:
+        """Return what the graph still holds."""
+        return [ref for ref in self._found if ref() is not None]
+
+    def num_bytes(self, lives_on: Iterable[Tensor]) -> int:
+        """Return the bytes of the distinct storages in the graph, without those of ``lives_on``."""
+        besides = {_identity(tensor) for tensor in lives_on}
+        sizes = {}
+        for ref in self._found:
+            saved = ref()
+            if saved is not None:
+                sizes[_identity(saved.tensor)] = _size(saved.tensor)
+        return sum(size for key, size in sizes.items() if key not in besides)
+
+    def weights_are_free(self) -> bool:
+        """Whether nothing but the block's modules and autograd's own leaves holds a weight."""
+        return _COUNTABLE and self._references == self._count_references()
+
+    def _count_references(self) -> list[int]:
+        if not _COUNTABLE:
+            return []
+        leaves = [_references(leaf) for leaf in self._bound.plain.values()]
+        flats = [
+            torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
+            for flat in self._bound.flats.values()
+        ]
+        return [*leaves, *flats]
+
+
+class Kept:
+    """The graph of one call, from its outputs back to its inputs.
+
+    Parameters
+    ----------
+    tensors, fresh
+        The call's output tensors and the input leaves, as they are in the graph.
+    later
+        Where the graph's weights will be found; None if they stay loaded until backward.
+    saved
+        What the graph holds.
+    give
+        Called once when the graph is let go.
+    """
+
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        fresh: list[Tensor],
+        later: Later | None = None,
+        saved: Sequence[weakref.ref[Saved]] = (),
+        give: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.tensors = tensors
+        self.fresh = fresh
+        self.later = later
+        self._saved = saved
+        self._release = weakref.finalize(self, give)
+        self._release.atexit = False
+
+    def usable(self) -> bool:
+        """Whether nothing of it was changed in place since."""
+        found = (ref() for ref in self._saved)
+        return not any(saved is not None and saved.changed for saved in found)
+
+    def release(self) -> None:
+        """Give its bytes back to the budget."""
+        self._release()
+
+
+class Keeping:
+    """Which calls keep their activations, and how many bytes they hold.
+
+    Attributes
+    ----------
+    limit_bytes
+        What all calls may keep together.
+    held_bytes, peak_bytes
+        What they keep now, and the most since `restart_peak`.
+    """
+
+    def __init__(self) -> None:
+        self.limit_bytes = 0
+        self.held_bytes = 0
+        self.peak_bytes = 0
+        self._seen: dict[int, int] = {}
+        self._num_bytes: dict[int, int] = {}
+        self._chosen: frozenset[int] = frozenset()
+        self._refused: set[int] = set()
+
+    @property
+    def wanted_bytes(self) -> int:
+        """What keeping every call of a window would take, as far as it is known."""
+        return sum((self._num_bytes | self._seen).values())
+
+    def choose(self, order: Sequence[int]) -> None:
+        """Choose anew, at the start of a forward that passes the blocks of ``order``."""
+        self._num_bytes.update(self._seen)
+        self._seen.clear()
+        self._chosen = choose_kept(
+            self._num_bytes, order, limit_bytes=self.limit_bytes - self.held_bytes
+        )
+
+    def wants(self, block: int) -> bool:
+        """Whether calls of this block should keep their activations."""
+        return block in self._chosen
+
+    def learn(self, block: Block, num_bytes: int) -> None:
+        """Note what a call of the block keeps, or would keep."""
+        index = block.spec.index
+        if index not in self._refused:
+            self._seen[index] = self._seen.get(index, 0) + num_bytes
+
+    def refuse(self, block: Block) -> None:
+        """Never let this block keep its activations."""
+        logger.info(
+            "%s computes again in backward: an operation in it holds a weight beyond autograd's knowledge",
+            block.name,
+        )
+        for known in (self._num_bytes, self._seen):
+            known.pop(block.spec.index, None)
+        self._refused.add(block.spec.index)
+        self._chosen -= {block.spec.index}
+
+    def take(self, num_bytes: int) -> Callable[[], None] | None:
+        """Count bytes as held; returns what gives them back, or None if they are too many."""
+        if num_bytes > max(self.limit_bytes - self.held_bytes, 0):
+            return None
+        self.held_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+        def give() -> None:
+            self.held_bytes -= num_bytes
+
+        return give
+
+    def restart_peak(self) -> int:
+        """Return the peak, and let it start again from now."""
+        peak, self.peak_bytes = self.peak_bytes, self.held_bytes
+        return peak
+
+
+def _references(leaf: Any) -> int:
+    """Count who holds a leaf, from Python or from C++, without the accumulator that a graph gives it."""
+    uses = int(leaf._use_count())
+    in_graph = leaf.requires_grad and uses > 1
+    return sys.getrefcount(leaf) + uses - in_graph * _graph_references()
+
+
+@cache
+def _graph_references() -> int:
+    """Return how many references a graph adds to its leaf; torch's releases differ."""
+
+    def count() -> int:
+        return sys.getrefcount(leaf) + int(leaf._use_count())
+
+    with torch.enable_grad():
+        leaf: Any = torch.zeros(1, requires_grad=True)
+        before, graph, after = count(), leaf * 2, count()
+        return after - before if graph.requires_grad else 0
+
+
+def loosen(leaf: Tensor) -> None:
+    """Let go of a parameter's memory but keep its shape; whoever reads its values reads NaN."""
+    with torch.no_grad():
+        leaf.data = leaf.new_full((), math.nan).expand(leaf.shape)
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        with torch._C.DisableTorchFunctionSubclass():  # to look is not to use
+            return tensor.untyped_storage()
+    except NotImplementedError:  # a sparse or otherwise special tensor
+        return None
+
+
+def _identity(tensor: Tensor) -> int:
+    storage = _storage(tensor)
+    return id(tensor) if storage is None else storage.data_ptr()
+
+
+def _size(tensor: Tensor) -> int:
+    storage = _storage(tensor)
+    return (
+        tensor.numel() * tensor.element_size() if storage is None else storage.nbytes()
+    )

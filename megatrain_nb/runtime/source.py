@@ -1,0 +1,156 @@
+"""Where a streamed tensor's values are: one parameter's part of a pack's pieces.
+
+[Note: who writes to a split parameter] A split parameter's fp32 numbers are its two halves together (see
+`megatrain_nb.codec.split`). The model, and whoever holds the parameter, see the bf16 half. A write into it
+says nothing of the lower half: where the bf16 value changed, the number becomes that value (a lower half of
+zero); elsewhere it stays as exact as it was. `MasterSource` shows the numbers themselves, fp32.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megatrain_nb.codec.split import Split, join, split
+from megatrain_nb.runtime.device import tensor_over
+from megatrain_nb.runtime.executor import part_of
+from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.pager import What, master_of
+from megatrain_nb.runtime.tensor import Source, StreamedTensor, streamed_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from megatrain_nb.runtime.layers import Home
+    from megatrain_nb.runtime.offload import OffloadedModel
+
+
+class _PackSource:
+    """Opens something of a usable model's pack; subclasses say what in ``_opened``."""
+
+    def __init__(self, offloaded: OffloadedModel, home: Home) -> None:
+        self._offloaded = offloaded
+        self._home = home
+
+    @contextmanager
+    def opened(self, *, write: bool) -> Iterator[Tensor]:
+        """Give a plain tensor over the values for a moment; it is not interrupted half-way."""
+        executor = self._offloaded.executor
+        executor.check_usable()
+        with (
+            interrupts_wait(executor.stop, breakable=False),
+            self._opened(write=write) as values,
+        ):
+            yield values
+
+    def _opened(self, *, write: bool) -> AbstractContextManager[Tensor]:
+        raise NotImplementedError
+
+
+class PieceSource(_PackSource):
+    """One parameter's weights as they compute, or its gradient or a moment."""
+
+    def __init__(
+        self, offloaded: OffloadedModel, param: nn.Parameter, home: Home, what: What
+    ) -> None:
+        self.name = (
+            home.spec.name
+            if what is What.WEIGHTS
+            else f"{what.value} of {home.spec.name}"
+        )
+        super().__init__(offloaded, home)
+        self._param = param
+        self._what = what
+
+    @contextmanager
+    def _opened(self, *, write: bool) -> Iterator[Tensor]:
+        offloaded, pack = self._offloaded, self._home.pack
+        if write or self._what is not What.GRADS:
+            offloaded.finish_update(pack.index)
+        changes = write and self._what is What.WEIGHTS
+        if changes:
+            offloaded.executor.weights_change()
+        zeroes = (
+            changes
+            and pack.split
+            and not offloaded.pager.is_blank(pack.index, What.LOW)
+        )
+        kinds = master_of(pack) if zeroes else (self._what,)
+        with offloaded.pager.opened(pack.index, *kinds, write=write) as arrays:
+            values = part_of(tensor_over(arrays[0]), self._home)
+            if zeroes:
+                halves = _halves(arrays, self._home)
+                before = halves.hi.copy()
+                try:
+                    yield values
+                finally:
+                    halves.lo[halves.hi != before] = 0
+                return
+            yield values
+            if write and self._what is What.GRADS:
+                offloaded.executor.norms[self._param] = torch.linalg.vector_norm(values)
+
+    def master(self) -> Source:
+        """Return where the parameter's fp32 values are."""
+        if not self._home.pack.split:
+            return self
+        return MasterSource(self._offloaded, self._home)
+
+    def grad(self) -> StreamedTensor | None:
+        """Return the pending gradient of a parameter, or None."""
+        if self._param not in self._offloaded.executor.norms:
+            return None
+        source = PieceSource(self._offloaded, self._param, self._home, What.GRADS)
+        return streamed_tensor(
+            source, self._home.spec.shape, torch.float32, self._offloaded.device
+        )
+
+    def set_grad(self, value: Tensor | None) -> None:
+        """Replace or drop the pending gradient."""
+        if value is None:
+            self._offloaded.executor.norms.pop(self._param, None)
+            return
+        with PieceSource(self._offloaded, self._param, self._home, What.GRADS).opened(
+            write=True
+        ) as values:
+            values.copy_(value)
+
+
+class MasterSource(_PackSource):
+    """The fp32 numbers of a split parameter, joined for a moment; what was written is split again."""
+
+    def __init__(self, offloaded: OffloadedModel, home: Home) -> None:
+        super().__init__(offloaded, home)
+        self.name = home.spec.name
+
+    @contextmanager
+    def _opened(self, *, write: bool) -> Iterator[Tensor]:
+        offloaded, pack = self._offloaded, self._home.pack
+        offloaded.finish_update(pack.index)
+        if write:
+            offloaded.executor.weights_change()
+        with offloaded.pager.opened(
+            pack.index, *master_of(pack), write=write
+        ) as arrays:
+            halves = _halves(arrays, self._home)
+            values = np.empty(self._home.spec.numel, np.float32)
+            join(halves, values)
+            yield torch.from_numpy(values).view(self._home.spec.shape)
+            if write:
+                split(values, halves)
+
+    def grad(self) -> None:
+        """Return none: it is never trained through this source."""
+
+    def set_grad(self, value: Tensor | None) -> None:
+        """Do nothing: it is never trained through this source."""
+
+
+def _halves(arrays: list[Any], home: Home) -> Split:
+    part = slice(home.spec.offset, home.spec.offset + home.spec.numel)
+    return Split(arrays[0][part], arrays[1][part])

@@ -1,0 +1,66 @@
+"""Larger and larger models in the same memory: seconds per parameter stay, and so does the peak."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+STEPS = 3
+TOKENS = 256
+MAX_RAM_GB = 6.0
+# hidden size, layers: 0.11, 0.49, 2.0 billion parameters
+SIZES = {"0.1": (1024, 8), "0.5": (1536, 16), "2": (2560, 25)}
+
+
+def train(directory: Path, hidden: int, layers: int, max_ram_gb: float) -> Any:
+    """Make a model and train it on a repeated batch, in a process of its own."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "tests.benchmarks.grow",
+            str(directory),
+            *map(str, (hidden, layers, max_ram_gb, TOKENS, STEPS)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_growth(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--benchmark-enable"):
+        pytest.skip("give --benchmark-enable")
+    if shutil.disk_usage(tmp_path).free < 45e9:
+        pytest.skip("needs 45 GB of free disk")
+    rates = {}
+    for name, (hidden, layers) in SIZES.items():
+        # The smaller ones in proportion, so that the same part of each is on disk.
+        max_ram_gb = max(0.6, MAX_RAM_GB * float(name) / 2)
+        report = train(tmp_path / name, hidden, layers, max_ram_gb)
+        last = report["steps"][1:]  # the first makes no update and reads no moments
+        seconds = median(step["seconds"] for step in last)
+        rates[name] = seconds / report["num_params"] / TOKENS
+        print(
+            f"\n{report['num_params'] / 1e9:.2f} G parameters, {report['state_bytes'] / 1e9:.1f} GB of state, "
+            f"max_ram_gb={max_ram_gb:.2g}, {TOKENS} tokens: made in {report['making_seconds']:.0f} s, "
+            f"{seconds:.1f} s per step ({1e12 * rates[name]:.1f} ps per parameter and token), "
+            f"{median(step['share_of_bound'] for step in last):.0%} of the bound ({last[-1]['bound']})"
+            f"\n  peak {report['peak_bytes'] / 1e9:.2f} GB, disk {report['disk_bytes'] / 1e9:.1f} GB, "
+            f"losses {', '.join(format(step['loss'], '.3f') for step in report['steps'])}"
+        )
+        assert report["peak_bytes"] <= 1.05e9 * max_ram_gb
+        assert report["steps"][-1]["loss"] < report["steps"][0]["loss"]
+    assert max(rates.values()) <= 1.1 * min(rates.values())
