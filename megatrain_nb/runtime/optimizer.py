@@ -13,8 +13,10 @@ from torch import Tensor
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig
+from megatrain_nb.optim.encoded import caution_of
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import MOMENTS
+from megatrain_nb.runtime.recode import ask, asked_by_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -87,6 +89,7 @@ class AdamW(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "maximize": False,
             "decoupled_weight_decay": decoupled,
+            "rounding_seed": torch.initial_seed() % 2**32,
         }
         super().__init__(params, defaults)
         mine = set(offloaded.model.parameters())
@@ -96,8 +99,12 @@ class AdamW(torch.optim.Optimizer):
                 if param not in mine:
                     msg = f"a parameter of shape {tuple(param.shape)} does not belong to the model; give model.parameters()"
                     raise ArgumentError(msg)
+        asked = asked_by_groups(offloaded, self.param_groups)
         offloaded.reset_optimizer()
+        ask(offloaded, asked)
         offloaded.optimizer = self  # the one before, if any, has lost its moments
+        offloaded.rounding_seed = self.param_groups[0]["rounding_seed"]
+        self._warn_of_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -220,6 +227,7 @@ class AdamW(torch.optim.Optimizer):
             group.update(
                 {key: value for key, value in other.items() if key != "params"}
             )
+        self.offloaded.rounding_seed = groups[0]["rounding_seed"]
         params = [param for group in groups for param in group["params"]]
         for index, param in enumerate(params):
             if index not in state_dict["state"]:
@@ -233,16 +241,29 @@ class AdamW(torch.optim.Optimizer):
         if not state:
             return
         self.offloaded.steps[param] = int(state["step"])
-        for what in MOMENTS:
-            if state.get(what.value) is not None:
-                with torch.no_grad():
-                    self.offloaded.moment(param, what).copy_(state[what.value])
+        moments = [state.get(what.value) for what in MOMENTS]
+        if any(moment is not None for moment in moments):
+            zeros = torch.zeros(())
+            with torch.no_grad():
+                self.offloaded.set_moments(
+                    param, *(zeros if moment is None else moment for moment in moments)
+                )
 
     def _drop_state(self, param: Any) -> None:
         if self.offloaded.steps.pop(param, 0):
             del self.state[param]
-            for what in MOMENTS:
-                self.offloaded.moment(param, what).zero_()
+            self.offloaded.set_moments(param, torch.zeros(()), torch.zeros(()))
+
+    def _warn_of_settings(self) -> None:
+        """Say where hyper-parameters are known to hurt a codec."""
+        homes = self.offloaded.layers.homes
+        for index, group in enumerate(self.param_groups):
+            params = (param for param in group["params"] if param in homes)
+            codecs = dict.fromkeys(homes[param].spec.codec for param in params)
+            for codec in codecs:
+                caution = caution_of(codec, _config(group))
+                if caution:
+                    self.offloaded.session.note(f"parameter group {index}: {caution}")
 
     def _note_state(self) -> None:
         """Show torch's view of the state: step count, and moments that are read when asked for."""
@@ -282,6 +303,7 @@ def adopt(
     adopted.param_groups = optimizer.param_groups
     for group in adopted.param_groups:
         group.setdefault("maximize", False)
+        group.setdefault("rounding_seed", adopted.defaults["rounding_seed"])
     for param, state in optimizer.state.items():
         adopted.take_state(param, state)
     optimizer.state.clear()  # its moments are in the store now
@@ -351,7 +373,9 @@ def begin_update(
         home = offloaded.layers.homes.get(param)
         if home is not None and param in offloaded.executor.norms:
             start, stop = home.spec.offset, home.spec.offset + home.spec.numel
-            segment = Segment(start, stop, config, offloaded.count_step(param))
+            step = offloaded.count_step(param)
+            _, seed = offloaded.rounding_of(home.spec.name)
+            segment = Segment(start, stop, config, step, seed)
             segments.setdefault(home.pack.index, []).append(segment)
     offloaded.executor.begin_update(segments, grad_scale=grad_scale)
     for param, config in configs.items():
