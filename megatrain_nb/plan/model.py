@@ -8,11 +8,12 @@ A pack is fp32, or *split*: it computes in bf16, and its fp32 numbers are stored
 streams, and a 16-bit half, which only the update needs. Either way a parameter takes 16 bytes, unless its
 moments are encoded.
 
-[Note: encoded moments] Each parameter's moments have a codec. A pack whose parameters all have ``raw``
-stores two vectors, as long as the pack. Any other pack is *encoded*: it stores both moments as one piece of
-bytes. Each tile of it holds, one after the other, the encoded part of every parameter that lies in the tile;
-a part gets room for whole units of `UNIT` elements. So the bytes of a stretch of units do not depend on how
-the pack is cut into tiles, and every part starts at a multiple of 4 bytes.
+[Note: encoded moments] Each parameter's moments have a codec; small parameters have ``raw``. A pack whose
+parameters all have ``raw`` stores two vectors, as long as the pack. Any other pack is *encoded*: it stores both
+moments as one piece of bytes. Each tile of it holds, one after the other, the encoded part of every parameter
+that lies in the tile. A parameter that may be encoded gets room for whole units of `UNIT` elements, so the
+bytes between two ends of units do not depend on how the pack is cut into tiles, and every part starts at a
+multiple of 4 bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.base import BLOCK, get
+from megatrain_nb.codec.dynamic import SMALL_NUMEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +31,9 @@ if TYPE_CHECKING:
 _BYTES_PER_FLOAT = 4
 _BYTES_PER_HALF = 2
 
-# Parameters start at multiples of this many elements: on a cache line, as the vector units like it, and so
+# Parameters start on a cache line; those whose moments may be encoded start and end at multiples of a unit, so
 # that a tile cuts them where blocks of the codecs end, see [Note: encoded moments].
+_CACHE_LINE = 64
 UNIT = 4 * BLOCK
 
 # Packs fill whole pages, which direct I/O asks for.
@@ -138,7 +141,7 @@ class PackSpec:
     def encoded_span(self, start: int, stop: int) -> tuple[int, int]:
         """Return the bytes, first and end, of the encoded moments of elements ``start`` to ``stop``.
 
-        Both are multiples of `UNIT`, as the ends of tiles are. The pack's last byte is that of its last page.
+        Both are multiples of `UNIT`, as the ends of tiles are. The pack's last byte is the last of a page.
         """
         end = self.moments_bytes if stop >= self.numel else self._bytes_before(stop)
         return self._bytes_before(start), end
@@ -162,9 +165,9 @@ class PackSpec:
             last = min(param.offset + param.numel, stop)
             if first < last:
                 encoded = get(param.codec).encoded_bytes
-                place += encoded(first - param.offset) - before
-                part = MomentPart(param, first, last, place, encoded(last - first))
-                parts.append(part)
+                first_byte = place + encoded(first - param.offset) - before
+                size = encoded(last - first)
+                parts.append(MomentPart(param, first, last, first_byte, size))
         return parts
 
     def with_codecs(self, codecs: Mapping[str, str]) -> PackSpec:
@@ -176,7 +179,7 @@ class PackSpec:
         return replace(self, params=tuple(params))
 
     def _bytes_before(self, element: int) -> int:
-        """Return the bytes of the encoded moments before an element, a multiple of `UNIT`."""
+        """Return the bytes of the encoded moments before an element where a tile may end."""
         return sum(
             get(param.codec).encoded_bytes(min(element, end) - param.offset)
             for param, end, _ in self._places()
@@ -265,14 +268,16 @@ def pack_params(
     --------
     >>> pack = pack_params(0, "norm", [("weight", (10,)), ("bias", (10,))])
     >>> [param.offset for param in pack.params], pack.numel
-    ([0, 512], 1024)
+    ([0, 16], 1024)
     """
     size = _BYTES_PER_HALF if split else _BYTES_PER_FLOAT
     specs, offset = [], 0
     for param, shape in params:
+        unit = _CACHE_LINE // size if math.prod(shape) < SMALL_NUMEL else UNIT
         codec = RAW if codecs is None else codecs.get(param, RAW)
+        offset = _round_up(offset, unit)
         specs.append(ParamSpec(name=param, shape=shape, offset=offset, codec=codec))
-        offset = _round_up(offset + math.prod(shape), UNIT)
+        offset = _round_up(offset + math.prod(shape), unit)
     return PackSpec(
         index=index,
         name=name,

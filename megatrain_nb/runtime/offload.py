@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatrain_nb.codec.choice import DYNAMIC
+from megatrain_nb.codec.dynamic import Role
 from megatrain_nb.errors import (
     ArgumentError,
     BudgetError,
@@ -30,6 +32,7 @@ from megatrain_nb.plan.memory import (
 )
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.runtime.chooser import is_looked_at
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.fuse import Fusing
@@ -37,7 +40,7 @@ from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
 from megatrain_nb.runtime.logits import LargeLogits
 from megatrain_nb.runtime.pager import MOMENTS, Pager, What, moments_of
-from megatrain_nb.runtime.recode import Moments, encode
+from megatrain_nb.runtime.recode import Moments, encode, recode
 from megatrain_nb.runtime.source import MomentSource, PieceSource, encoded_of
 from megatrain_nb.runtime.tensor import (
     plain_parameter,
@@ -50,6 +53,8 @@ from megatrain_nb.runtime.update import Updates
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.utils.hooks import RemovableHandle
 
     from megatrain_nb.plan.model import ModelSpec
@@ -451,8 +456,37 @@ class OffloadedModel:
     def finish_updates(self) -> None:
         """Do all that is due, and return when it is on the disk."""
         with interrupts_wait(self.executor.stop, breakable=False):
-            self.updates.finish_all()
+            self.pay_updates()
             self.pager.barrier()
+
+    def pay_updates(self) -> None:
+        """Do all that is due; what the codecs are to be is decided then, see [Note: when codecs change]."""
+        self.updates.finish_all()
+        chooser = self.updates.chooser
+        if chooser.looking:
+            changed = chooser.decide(self.codecs)
+            recode(self, changed)
+            if changed:
+                logger.info("codecs of moments changed: %s", changed)
+
+    def look_at_update(self, params: Iterable[nn.Parameter]) -> None:
+        """Measure codecs in the update that begins, if it is time and some of these are dynamic."""
+        self.updates.chooser.forget()
+        if is_looked_at(self.num_steps + 1):
+            homes = [self.layers.homes[p] for p in params if p in self.layers.homes]
+            found = {
+                home.spec.name: home.spec.numel
+                for home in homes
+                if home.spec.codec in Role.BODY.codecs and self.asked[home.spec.name] == DYNAMIC
+            }
+            if found:
+                self.updates.chooser.begin(found)
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """The codec of each streamed parameter's moments, by name."""
+        specs = (home.spec for home in self.layers.homes.values())
+        return {spec.name: spec.codec for spec in specs}
 
     def begin_step(self) -> None:
         """Let a step's clock run, unless it does already."""

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain_nb.codec.choice import DYNAMIC, RAW
+from megatrain_nb.codec.dynamic import Role
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import caution_of
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import MOMENTS
-from megatrain_nb.runtime.recode import ask, asked_by_groups
+from megatrain_nb.runtime.recode import ask, asked_by_groups, recode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -209,6 +211,24 @@ class AdamW(torch.optim.Optimizer):
         self._clip_once = max_norm
         return self.offloaded.total_norm()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return hyper-parameters, step counts and moments, as torch does.
+
+        ``moment_codecs`` names the codec of every encoded parameter's moments, by index: with ``"dynamic"`` it is
+        part of the state.
+        """
+        state = super().state_dict()
+        homes = self.offloaded.layers.homes
+        params = [param for group in self.param_groups for param in group["params"]]
+        codecs = {
+            index: homes[param].spec.codec
+            for index, param in enumerate(params)
+            if param in homes and homes[param].spec.codec != RAW
+        }
+        if codecs:
+            state["moment_codecs"] = codecs
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over hyper-parameters and moments, parameter by parameter.
 
@@ -229,12 +249,33 @@ class AdamW(torch.optim.Optimizer):
             )
         self.offloaded.rounding_seed = groups[0]["rounding_seed"]
         params = [param for group in groups for param in group["params"]]
+        self._take_codecs(params, state_dict.get("moment_codecs", {}))
         for index, param in enumerate(params):
             if index not in state_dict["state"]:
                 self._drop_state(param)
         for index, state in state_dict["state"].items():
             self.take_state(params[index], state)
         self._note_state()
+
+    def _take_codecs(self, params: list[Any], codecs: dict[int, str]) -> None:
+        """Go on with the codecs of a saved state, where they are chosen while training."""
+        offloaded = self.offloaded
+        names = {
+            index: offloaded.layers.homes[param].spec.name
+            for index, param in enumerate(params)
+            if param in offloaded.layers.homes
+        }
+        offloaded.updates.chooser.forget()
+        recode(
+            offloaded,
+            {
+                names[index]: codec
+                for index, codec in codecs.items()
+                if index in names
+                and offloaded.asked[names[index]] == DYNAMIC
+                and codec in Role.BODY.codecs
+            },
+        )
 
     def take_state(self, param: Any, state: dict[str, Any]) -> None:
         """Copy one parameter's step count and moments into the store."""
@@ -367,7 +408,7 @@ def begin_update(
     Streamed parameters are updated when the next forward needs them, ordinary ones at once, in place.
     """
     # What is due of the step before may need the disk; if that fails, nothing of this one has begun.
-    offloaded.updates.finish_all()
+    offloaded.pay_updates()
     segments: dict[int, list[Segment]] = {}
     for param, config in configs.items():
         home = offloaded.layers.homes.get(param)
@@ -377,6 +418,7 @@ def begin_update(
             _, seed = offloaded.rounding_of(home.spec.name)
             segment = Segment(start, stop, config, step, seed)
             segments.setdefault(home.pack.index, []).append(segment)
+    offloaded.look_at_update(p for p in configs if p in offloaded.executor.norms)
     offloaded.executor.begin_update(segments, grad_scale=grad_scale)
     for param, config in configs.items():
         if param not in offloaded.layers.homes and param.grad is not None:

@@ -9,7 +9,6 @@ import numpy as np
 
 from megatrain_nb.codec.base import Key, get
 from megatrain_nb.codec.choice import (
-    DYNAMIC,
     RAW,
     parse_compression,
     parse_name,
@@ -156,13 +155,10 @@ def ask(offloaded: OffloadedModel, asked: Mapping[str, str]) -> None:
         )
         for param in params
     }
+    offloaded.updates.finish_all()
+    offloaded.updates.chooser.forget()
     recode(offloaded, codecs)
     offloaded.asked = dict(asked)
-
-
-def is_dynamic(offloaded: OffloadedModel, name: str) -> bool:
-    """Whether a parameter's codec is chosen while it is trained."""
-    return offloaded.asked.get(name) == DYNAMIC
 
 
 def recode(offloaded: OffloadedModel, codecs: Mapping[str, str]) -> None:

@@ -24,6 +24,7 @@ from megatrain_nb.codec.split import Split
 from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.encoded import EncodedSegment, update_encoded
 from megatrain_nb.plan.timeline import Span
+from megatrain_nb.runtime.chooser import Chooser
 from megatrain_nb.runtime.pager import What, states_of
 
 if TYPE_CHECKING:
@@ -55,12 +56,15 @@ class Updates:
     ----------
     seconds
         Time that the kernels have taken so far.
+    chooser
+        Looks at updates whose codecs are dynamic.
     """
 
     def __init__(
         self, pager: Pager, *, threads: UpdateThreads, on_span: Callable[[Span], None]
     ) -> None:
         self.seconds = 0.0
+        self.chooser = Chooser()
         self._pager = pager
         self._threads = threads
         self._on_span = on_span
@@ -261,10 +265,14 @@ class Updates:
         weights, grads = arrays[What.WEIGHTS], arrays[What.GRADS]
         param = Split(weights, arrays[What.LOW]) if pack.split else weights
         if pack.encoded:
+            segments = _encoded_segments(pack, tile, arrays[What.ENCODED])
+            if self.chooser.looking:
+                for segment in segments:
+                    self.chooser.look(segment, param, grads, self._grad_scale)
             update_encoded(
                 param,
                 grads,
-                _encoded_segments(pack, tile, arrays[What.ENCODED]),
+                segments,
                 grad_scale=self._grad_scale,
                 finite=True,
                 threads=self._threads,
