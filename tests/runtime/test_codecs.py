@@ -245,10 +245,12 @@ def test_tied_parameters(tmp_path: Path, path: str) -> None:
 
 def bf16_reference(asked: str, steps: int) -> tuple[dict[str, Tensor], Reference]:
     """The same with weights that compute as the upper halves of fp32 ones; returns the fp32 ones too."""
-    model = seeded(WideLM).to(torch.bfloat16)
-    masters = nn.ParameterDict(
-        {name.replace(".", "/"): p.detach().float() for name, p in model.named_parameters()}
-    )
+    model = seeded(WideLM)
+    masters = {
+        name: nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()
+    }
+    model = model.to(torch.bfloat16)
+    take_upper_halves(model, masters)
     found = Reference(_Named(masters), asked)
     for step in range(steps):
         sums: dict[str, Tensor] = {}
@@ -260,34 +262,37 @@ def bf16_reference(asked: str, steps: int) -> tuple[dict[str, Tensor], Reference
                 total.add_(param.grad)
                 param.grad = None
         for name, total in sums.items():
-            masters[name.replace(".", "/")].grad = total
-        by_name = {key.replace("/", "."): value for key, value in masters.items()}
-        ups = [p for name, p in by_name.items() if "up" in name]
-        rest = [p for name, p in by_name.items() if "up" not in name]
+            masters[name].grad = total
+        ups = [p for name, p in masters.items() if "up" in name]
+        rest = [p for name, p in masters.items() if "up" not in name]
         shapes = groups_of(model)
         found.step(
             [{**shapes[0], "params": ups}, {**shapes[1], "params": rest}], max_norm=0.5
         )
-        with torch.no_grad():
-            for name, param in model.named_parameters():
-                flat = by_name[name].detach().view(-1).numpy().copy()
-                halves = Split(*np.zeros((2, flat.size), np.uint16))
-                split(flat, halves)
-                bits = torch.from_numpy(halves.hi.view(np.int16).copy())
-                param.copy_(bits.view(torch.bfloat16).view(param.shape))
-    return {key.replace("/", "."): v.detach() for key, v in masters.items()}, found
+        take_upper_halves(model, masters)
+    return {name: value.detach() for name, value in masters.items()}, found
+
+
+@torch.no_grad()
+def take_upper_halves(model: nn.Module, masters: dict[str, nn.Parameter]) -> None:
+    """Let a bf16 model have the upper halves of fp32 numbers."""
+    for name, param in model.named_parameters():
+        flat = masters[name].detach().view(-1).numpy().copy()
+        halves = Split(*np.zeros((2, flat.size), np.uint16))
+        split(flat, halves)
+        bits = torch.from_numpy(halves.hi.view(np.int16).copy())
+        param.copy_(bits.view(torch.bfloat16).view(param.shape))
 
 
 class _Named(nn.Module):
     """Parameters under their own names."""
 
-    def __init__(self, masters: nn.ParameterDict) -> None:
+    def __init__(self, masters: dict[str, nn.Parameter]) -> None:
         super().__init__()
         self.masters = masters
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        for key, value in self.masters.items():
-            yield key.replace("/", "."), value
+        yield from self.masters.items()
 
 
 @pytest.mark.parametrize("place", ["ram", "disk", "mixed"])
@@ -336,7 +341,7 @@ def test_threads_tiles_residency_and_time_leave_no_trace(
     with opened(tmp_path / "late", "disk", compression=name) as _:
         model, optimizer = start(WideLM)
         for step in range(4):
-            window_step(model, optimizer, step)
+            window_step(model, optimizer, step, 2)
             optimizer.finish()  # at a barrier instead of just in time
         assert differing(first[0], snapshot(model, optimizer)) == []
         assert first[1] == codes(model)
