@@ -13,15 +13,11 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.base import get
 from megatrain_nb.codec.dynamic import Role, role_of
+from megatrain_nb.codec.names import DYNAMIC, NAMES, RAW
 from megatrain_nb.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-DYNAMIC = "dynamic"
-RAW = "raw"
-NAMES = ("8bit", "4bit", "3bit", "2bit", DYNAMIC)
-"""What a user may ask for by name, beside False and True."""
 
 _EVERYTHING = "*"
 

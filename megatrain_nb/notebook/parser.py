@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-from megatrain_nb.codec.choice import NAMES as COMPRESSIONS
+from megatrain_nb.codec.names import NAMES as COMPRESSIONS
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.units import parse_size
 

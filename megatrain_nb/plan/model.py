@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.base import BLOCK, get
 from megatrain_nb.codec.dynamic import SMALL_NUMEL
+from megatrain_nb.codec.names import RAW
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +39,6 @@ UNIT = 4 * BLOCK
 
 # Packs fill whole pages, which direct I/O asks for.
 _PAGE = 4096
-
-RAW = "raw"
 
 # The unit of disk traffic: 16 MiB of fp32 weights, of gradients, or of one moment; 8 MiB of halves.
 TILE_NUMEL = 4 * 2**20

@@ -95,7 +95,11 @@ class Chooser:
                 place = segment.start + (block - start) * BLOCK
                 part = slice(place, place + BLOCK)
                 sample.blocks[block] = _new_moments(
-                    segment, block - start, _numbers(param, part), grad[part], grad_scale
+                    segment,
+                    block - start,
+                    _numbers(param, part),
+                    grad[part],
+                    grad_scale,
                 )
         if all(found is not None for found in sample.blocks.values()):
             self._measure(segment, sample)
@@ -169,9 +173,9 @@ def _new_moments(
 
 def _numbers(param: Any, part: slice) -> F32:
     """Return some fp32 numbers of an array or of a `Split`."""
+    values = np.empty(part.stop - part.start, np.float32)
     if isinstance(param, Split):
-        values = np.empty(part.stop - part.start, np.float32)
         join(param.part(part), values)
-        return values
-    values = param[part]
+    else:
+        values[:] = param[part]
     return values

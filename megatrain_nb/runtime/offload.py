@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatrain_nb.codec.choice import DYNAMIC
 from megatrain_nb.codec.dynamic import Role
+from megatrain_nb.codec.names import DYNAMIC
 from megatrain_nb.errors import (
     ArgumentError,
     BudgetError,
@@ -477,7 +477,8 @@ class OffloadedModel:
             found = {
                 home.spec.name: home.spec.numel
                 for home in homes
-                if home.spec.codec in Role.BODY.codecs and self.asked[home.spec.name] == DYNAMIC
+                if home.spec.codec in Role.BODY.codecs
+                and self.asked[home.spec.name] == DYNAMIC
             }
             if found:
                 self.updates.chooser.begin(found)

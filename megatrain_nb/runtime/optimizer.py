@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain_nb.codec.choice import DYNAMIC, RAW
 from megatrain_nb.codec.dynamic import Role
+from megatrain_nb.codec.names import DYNAMIC, RAW
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig

@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatrain_nb.codec.base import Key, get
-from megatrain_nb.codec.choice import (
-    RAW,
-    parse_compression,
-    parse_name,
-    safe_codec,
-)
+from megatrain_nb.codec.choice import parse_compression, parse_name, safe_codec
 from megatrain_nb.codec.dynamic import role_of
+from megatrain_nb.codec.names import RAW
 from megatrain_nb.errors import ArgumentError, BudgetError, ModelError
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import Piece, What, moments_of

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from megatrain_nb.codec.choice import NAMES, Compression, parse_compression, safe_codec
+from megatrain_nb.codec.choice import Compression, parse_compression, safe_codec
 from megatrain_nb.codec.dynamic import Role
+from megatrain_nb.codec.names import NAMES
 from megatrain_nb.errors import ArgumentError
 
 
@@ -58,7 +59,9 @@ def test_what_is_safe(asked: str, role: Role, codec: str) -> None:
 
 @pytest.mark.parametrize("value", [None, 4, "5bit", "raw", "", ["4bit"], "4-bit"])
 def test_what_is_not_known(value: Any) -> None:
-    with pytest.raises(ArgumentError, match="optimizer_compression=.*False.*8bit.*True"):
+    with pytest.raises(
+        ArgumentError, match=r"optimizer_compression=.*False.*8bit.*True"
+    ):
         parse_compression(value)
     with pytest.raises(ArgumentError, match=r"optimizer_compression\['\*'\]="):
         parse_compression({"*": value})

@@ -59,7 +59,12 @@ rows = st.lists(
 )
 
 
-@given(rows, st.integers(1, 5), st.booleans(), st.lists(st.sampled_from(names()), min_size=6))
+@given(
+    rows,
+    st.integers(1, 5),
+    st.booleans(),
+    st.lists(st.sampled_from(names()), min_size=6),
+)
 def test_encoded_moments(
     shapes: list[tuple[int, int]], units: int, split: bool, codecs: list[str]
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,9 @@ from torch import nn
 import megatrain_nb as mt
 from megatrain_nb.codec import base
 from megatrain_nb.codec.base import Key
-from megatrain_nb.codec.split import Split, join, split
+from megatrain_nb.codec.quantised import block_kernels
+from megatrain_nb.codec.quantised.block_kernels import make_counter
+from megatrain_nb.codec.split import Split, split
 from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import EncodedSegment
@@ -37,6 +39,7 @@ from tests.runtime.common import (
     wrapped,
 )
 from tests.runtime.plain import TILE_NUMEL, opened
+from tests.runtime.test_faults import Disk, check_after_fault, mixed_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -161,7 +164,11 @@ def by_torch(
     values.grad = torch.from_numpy(grad * np.float32(scale))
     optimizer.step()
     state = optimizer.state[values]
-    return values.detach().numpy(), state["exp_avg"].numpy(), state["exp_avg_sq"].numpy()
+    return (
+        values.detach().numpy(),
+        state["exp_avg"].numpy(),
+        state["exp_avg_sq"].numpy(),
+    )
 
 
 def codes(model: Any) -> dict[str, bytes]:
@@ -171,9 +178,7 @@ def codes(model: Any) -> dict[str, bytes]:
         pack = record.pager.packs[home.pack.index]
         if not pack.encoded:
             both = [record.moment(param, w) for w in (What.EXP_AVG, What.EXP_AVG_SQ)]
-            found[home.spec.name] = b"".join(
-                x.clone().numpy().tobytes() for x in both
-            )
+            found[home.spec.name] = b"".join(x.clone().numpy().tobytes() for x in both)
             continue
         record.finish_update(pack.index)
         with encoded_of(record, home, write=False) as (parts, _):
@@ -205,7 +210,9 @@ def train(model: Any, optimizer: Any, steps: int, path: str, count: int = 2) -> 
             plain_step(model, optimizer, step, count)
 
 
-def reference(asked: str, steps: int, *, tied: bool = False, count: int = 2) -> Reference:
+def reference(
+    asked: str, steps: int, *, tied: bool = False, count: int = 2
+) -> Reference:
     model = seeded(lambda: WideLM(tied=tied))
     found = Reference(model, asked)
     for step in range(steps):
@@ -331,7 +338,8 @@ def test_threads_tiles_residency_and_time_leave_no_trace(
         assert first[1] == other[1]
     for threads in (1, 3):
         monkeypatch.setattr(
-            "megatrain_nb.runtime.session.UpdateThreads", lambda n=threads: UpdateThreads(n)
+            "megatrain_nb.runtime.session.UpdateThreads",
+            lambda n=threads: UpdateThreads(n),
         )
         monkeypatch.setattr("megatrain_nb.optim.encoded.CHUNK", 512)
         other = after(tmp_path / f"t{threads}", "disk", compression=name)
@@ -440,7 +448,10 @@ def test_a_torch_optimizer_with_state_is_taken_over(tmp_path: Path) -> None:
     theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     plain_step(plain, theirs, 0)
     wanted = {
-        name: (theirs.state[p]["exp_avg"].clone(), theirs.state[p]["exp_avg_sq"].clone())
+        name: (
+            theirs.state[p]["exp_avg"].clone(),
+            theirs.state[p]["exp_avg_sq"].clone(),
+        )
         for name, p in plain.named_parameters()
     }
     with opened(tmp_path, "disk", compression="8bit") as _:
@@ -481,7 +492,9 @@ def test_a_gradient_that_is_not_finite(tmp_path: Path, nonfinite: str) -> None:
         with torch.no_grad():
             model.layers[1].down.weight.grad[3, 3] = float("inf")
         if nonfinite == "stop":
-            with pytest.raises(mt.ModelError, match=r"layers\.1\.down\.weight is not fin"):
+            with pytest.raises(
+                mt.ModelError, match=r"layers\.1\.down\.weight is not fin"
+            ):
                 optimizer.step()
         else:
             optimizer.step()
@@ -560,7 +573,7 @@ def test_size_of_the_states(tmp_path: Path) -> None:
         with opened(
             tmp_path / name, "disk", tile_numel=4 * 2**20, compression={"layers": name}
         ) as session:
-            model = seeded(lambda: Deep())
+            model = seeded(Deep)
             model, optimizer = wrapped(model)
             window_step(model, optimizer, 0)
             optimizer.finish()
@@ -610,6 +623,44 @@ def test_a_step_moves_what_the_plan_says(
         assert written == pytest.approx(planned.written_bytes, rel=0.02)
 
 
+# -- faults -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["preadv", "pwritev"])
+def test_a_system_call_that_fails(tmp_path: Path, disk: Disk, name: str) -> None:
+    """The model is that of a whole step and goes on, or says that it is not."""
+    expected = []
+    with opened(tmp_path / "whole", "disk", compression="4bit") as _:
+        model, optimizer = wrapped(seeded(WideLM), lr=1e-2)
+        for step in range(7):
+            expected.append(snapshot(model, optimizer))
+            mixed_step(model, optimizer, step)
+    fired = 0
+    for n in range(0, 500, 61):
+        with opened(tmp_path / str(n), "disk", compression="4bit") as _:
+            model, optimizer = wrapped(seeded(WideLM), lr=1e-2)
+            for step in range(2):
+                mixed_step(model, optimizer, step)
+            disk.arm(name, n)
+            try:
+                for step in range(2, 4):
+                    mixed_step(model, optimizer, step)
+                optimizer.finish()
+            except mt.StoreError:
+                assert disk.fired
+            else:
+                assert not disk.fired
+            fired += disk.fired
+            disk.disarm()
+            check_after_fault(model, optimizer, expected)
+    assert fired >= 4
+
+
 # -- teeth ----------------------------------------------------------------------------------------------
 
 
@@ -626,22 +677,22 @@ def a_write_is_dropped(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_dither_has_the_step_before(patch: pytest.MonkeyPatch) -> None:
-    segments = update._encoded_segments
+    """Only the rounding: the numbers are those of the right step."""
 
-    def late(*args: Any) -> Any:
-        from dataclasses import replace  # noqa: PLC0415
+    def late(key: Key) -> Any:
+        return make_counter(key._replace(step=key.step - 1))
 
-        return [replace(s, seed=s.seed ^ 1) for s in segments(*args)]
+    patch.setattr(block_kernels, "make_counter", late)
 
-    patch.setattr(update, "_encoded_segments", late)
+
+def all_parameters_round_alike(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(offload, "seed_of", lambda seed, name: seed)
 
 
 def the_dither_starts_anew_in_each_tile(patch: pytest.MonkeyPatch) -> None:
     segments = update._encoded_segments
 
     def anew(*args: Any) -> Any:
-        from dataclasses import replace  # noqa: PLC0415
-
         return [replace(s, first=0) for s in segments(*args)]
 
     patch.setattr(update, "_encoded_segments", anew)
@@ -649,7 +700,12 @@ def the_dither_starts_anew_in_each_tile(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "broken",
-    [a_write_is_dropped, the_dither_has_the_step_before, the_dither_starts_anew_in_each_tile],
+    [
+        a_write_is_dropped,
+        the_dither_has_the_step_before,
+        the_dither_starts_anew_in_each_tile,
+        all_parameters_round_alike,
+    ],
 )
 def test_parity_has_teeth(
     tmp_path: Path,
