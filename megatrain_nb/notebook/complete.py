@@ -12,7 +12,8 @@ from IPython.core.completer import (
     context_matcher,
 )
 
-from megatrain_nb.notebook.parser import COMMANDS, COMPRESSIONS, options_of
+from megatrain_nb.codec.names import NAMES as COMPRESSIONS
+from megatrain_nb.notebook.parser import COMMANDS, options_of
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext

@@ -157,20 +157,25 @@ def test_bf16_over_fp32(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     assert ratio <= MAX_BF16
 
 
-# By window: the most that a step with 4-bit moments may take of our own fp32 step; everything on disk. With
-# one thin micro-batch the disk is the bottleneck.
-MAX_ENCODED = {"2x256x2": 1.0, "1x128x1": 1 / 1.5}
-MAX_ENCODED_BYTES = 0.55
+# By window and place: the most that a step with 4-bit moments may take of our own fp32 step, in time and in bytes.
+# With one thin micro-batch the disk is the bottleneck. Within the same budget more stays in RAM; where nothing
+# may stay, weights and gradients are 0.57 of the bytes already.
+ENCODED = {
+    ("2x256x2", "0.8"): (1.0, 0.55),
+    ("2x256x2", "0.8 disk"): (1.0, 0.6),
+    ("1x128x1", "0.8"): (1 / 1.5, 0.55),
+}
 
 
-@pytest.mark.parametrize("window", MAX_ENCODED)
+@pytest.mark.parametrize(("window", "flags"), ENCODED)
 def test_4bit_over_fp32_moments(
-    window: str, tmp_path: Path, request: pytest.FixtureRequest
+    window: str, flags: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The same step, moments in 4 bits (8 of embeddings and head) over fp32 ones."""
     if not request.config.getoption("--benchmark-enable"):
         pytest.skip("benchmarks run with --benchmark-enable (make bench)")
-    common = ("0.8", "disk", "--window", window)
+    max_ratio, max_bytes = ENCODED[window, flags]
+    common = (*flags.split(), "--window", window)
     whole = Worker("offload", str(tmp_path / "whole"), *common)
     small = Worker("offload", str(tmp_path / "small"), *common, "4bit")
     try:
@@ -189,16 +194,19 @@ def test_4bit_over_fp32_moments(
     ]
     seconds = [median(pair[side]["seconds"] for pair in pairs) for side in (0, 1)]
     causes = [
-        ", ".join(f"{c} {median(pair[side]['causes'][c] for pair in pairs):.2f} s" for c in CAUSES)
+        ", ".join(
+            f"{c} {median(pair[side]['causes'][c] for pair in pairs):.2f} s"
+            for c in CAUSES
+        )
         for side in (0, 1)
     ]
     print(
-        f"\n4-bit over fp32 moments: 120 M Llama, {window}, max_ram_gb=0.8, all of it on disk"
+        f"\n4-bit over fp32 moments: 120 M Llama, {window}, max_ram_gb={flags}"
         f"\n  fp32  {seconds[0]:.2f} s ({causes[0]}), {moved[0] / 1e9:.2f} GB read and written"
         f"\n  4bit  {seconds[1]:.2f} s ({causes[1]}), {moved[1] / 1e9:.2f} GB"
-        f"\n  ratio {ratio:.2f} (at most {MAX_ENCODED[window]:.2f}), of CPU seconds {of_cpu:.2f}, "
-        f"of bytes {moved[1] / moved[0]:.2f} (at most {MAX_ENCODED_BYTES})"
+        f"\n  ratio {ratio:.2f} (at most {max_ratio:.2f}), of CPU seconds {of_cpu:.2f}, "
+        f"of bytes {moved[1] / moved[0]:.2f} (at most {max_bytes})"
     )
     assert all(a["loss"] == pytest.approx(b["loss"], rel=0.02) for a, b in pairs)
-    assert moved[1] <= MAX_ENCODED_BYTES * moved[0]
-    assert ratio <= MAX_ENCODED[window]
+    assert moved[1] <= max_bytes * moved[0]
+    assert ratio <= max_ratio

@@ -187,9 +187,9 @@ def codes(model: Any) -> dict[str, bytes]:
                 end = part.first_byte + part.num_bytes
                 codec, size = base.get(part.param.codec), part.stop - part.start
                 pieces.append(decoded(codec, data[part.first_byte : end].copy(), size))
-            whole = [np.concatenate(x) for x in zip(*pieces, strict=True)]
+            m, v = (np.concatenate(x) for x in zip(*pieces, strict=True))
         codec = base.get(home.spec.codec)
-        found[home.spec.name] = encoded(codec, *whole).tobytes()
+        found[home.spec.name] = encoded(codec, m, v).tobytes()
     return found
 
 
@@ -601,7 +601,8 @@ class _Large(nn.Module):
         self.down = nn.Linear(16 * 512, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
