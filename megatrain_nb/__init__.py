@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.load import from_config
+    from megatrain_nb.runtime.recode import recompress
     from megatrain_nb.runtime.session import Session, current_session, init
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
@@ -45,6 +46,7 @@ _LAZY = {
     "current_session": "runtime.session",
     "from_config": "runtime.load",
     "init": "runtime.session",
+    "recompress": "runtime.recode",
     "save_pretrained": "runtime.export",
     "train_step": "runtime.wrap",
     "unwrap": "runtime.wrap",
@@ -66,6 +68,7 @@ __all__ = [
     "current_session",
     "from_config",
     "init",
+    "recompress",
     "save_pretrained",
     "train_step",
     "unwrap",
