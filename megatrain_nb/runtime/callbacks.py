@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatrain_nb.plan.layout import Layout
     from megatrain_nb.plan.timeline import Span
 
 
@@ -32,6 +34,8 @@ class StepResult:
     least_seconds
         By resource, the least time that what the step did takes there: ``compute`` is the time that blocks
         and update kernels took, ``disk`` the bytes moved over the fastest rate that this disk has shown.
+    lr
+        Learning rate of the first parameter group in this step, with the factor of `Controls`; NaN if unknown.
     """
 
     step: int
@@ -42,6 +46,7 @@ class StepResult:
     read_bytes: int = 0
     written_bytes: int = 0
     least_seconds: dict[str, float] = field(default_factory=dict)
+    lr: float = math.nan
 
     @property
     def bound(self) -> str:
@@ -73,6 +78,9 @@ class Callback:
 
     def on_train_begin(self, total_steps: int | None) -> None:
         """Hear that training starts; ``total_steps`` is None where it is not known (a plain loop)."""
+
+    def on_layout(self, layout: Layout) -> None:
+        """Hear which blocks a model has and what of it stays in RAM, whenever that is planned anew."""
 
     def on_span(self, span: Span) -> None:
         """Hear that the runtime finished one action."""

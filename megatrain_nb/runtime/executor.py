@@ -264,6 +264,7 @@ class Executor:
                 self.updates.read_ahead(pack)
         grads = self._need_gradients(block) if with_grads else {}
         start, before = time.perf_counter(), self.not_computing()
+        self._tell("BEGIN", block.name, start, outcome=str(kind))
         bound = Bound(
             self, block, {pack: self._loaded[pack] for pack in block.spec.packs}
         )
@@ -291,6 +292,12 @@ class Executor:
                 Span(kind=str(kind), name=block.name, start_s=start, end_s=end)
             )
         self._relieve()
+
+    def _tell(self, kind: str, name: str, now: float, *, outcome: str = "") -> None:
+        """Tell of a moment."""
+        self._on_span(
+            Span(kind=kind, name=name, start_s=now, end_s=now, outcome=outcome)
+        )
 
     def not_computing(self) -> float:
         """Return the seconds that the kernels of the update and waiting for the disk have taken so far."""
@@ -404,6 +411,9 @@ class Executor:
 
     def _unload(self, pack: int, *, keep: bool = False) -> None:
         self.device.release(self._loaded.pop(pack))
+        if not self.device.in_place:
+            name = self.layers.spec.packs[pack].name
+            self._tell("UNLOAD", name, time.perf_counter())
         self.pager.drop(pack, What.WEIGHTS, keep=keep)
 
     def _settle_unneeded(self, keep: tuple[int, ...]) -> None:
@@ -442,6 +452,10 @@ class Executor:
         order = self._packs_of(self._expected())
         self.updates.begin(segments, grad_scale=grad_scale, order=order)
         self.version += 1
+
+    def expected_order(self) -> tuple[int, ...]:
+        """Return the block indices of the next forward, as far as is known."""
+        return tuple(self._expected())
 
     def _expected(self) -> list[int]:
         """Return the blocks of the next forward, in order."""
