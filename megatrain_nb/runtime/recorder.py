@@ -60,6 +60,8 @@ class Recorder(Callback):
     totals
         ``hit``, ``late``, ``miss``, ``stall_s``, ``read_bytes`` and ``written_bytes`` of the whole run, also outside
         of steps.
+    trains
+        Whether a backward has begun.
 
     Notes
     -----
@@ -81,6 +83,7 @@ class Recorder(Callback):
             (*OUTCOMES, "stall_s", "read_bytes", "written_bytes"), 0
         )
         self.bins: deque[list[float]] = deque(maxlen=NUM_BINS)
+        self.trains = False
         self.begin_s = clock()
         self._clock = clock
         self._write = write
@@ -179,6 +182,32 @@ class Recorder(Callback):
             (index * BIN_S, read / BIN_S, written / BIN_S, link / BIN_S)
             for index, read, written, link in bins
         ]
+
+    def last_step(self) -> list[tuple[str, int, float, float]]:
+        """Return kind, block, start and end of each span of the last step that belongs to a block.
+
+        Seconds from the step's start; what no time passes in is left out.
+        """
+        with self._lock:
+            rows, spans = list(self.history.recent)[-2:], list(self.spans)
+            if len(rows) < 2 or self.layout is None:
+                return []
+            begin, end = (self.begin_s + row.end_s for row in rows)
+            return [
+                (span.kind, block, span.start_s - begin, span.end_s - begin)
+                for span in spans
+                if begin <= span.start_s and span.end_s <= end and span.seconds
+                for block in [self._block_of_span(span)]
+                if block is not None
+            ]
+
+    def _block_of_span(self, span: Span) -> int | None:
+        if span.kind in ("READ", "WRITE", "NEED"):
+            place = self._place(span.name)
+            return None if place is None else place[0] % self._num_blocks
+        if span.kind == "STEP":  # pack and tile
+            return self._pack_of.get(span.name.rpartition(".")[0])
+        return self._block_of.get(span.name)
 
     def last_spans(self) -> list[Span]:
         """Return the spans that are still kept, in the order in which they came."""
@@ -321,6 +350,7 @@ class Recorder(Callback):
         block = self._block_of.get(span.name)
         if block is not None:
             self._computing = block, span.outcome
+            self.trains = self.trains or span.outcome == "BACKWARD"
 
     def _compute(self, span: Span) -> None:
         block = self._block_of.get(span.name)
