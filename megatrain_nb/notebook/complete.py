@@ -12,8 +12,8 @@ from IPython.core.completer import (
     context_matcher,
 )
 
-from megatrain_nb.notebook.surface import MODES
 from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
+from megatrain_nb.notebook.surface import MODES
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext

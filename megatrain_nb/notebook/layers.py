@@ -56,7 +56,13 @@ def layer_strip(layout: Layout, now: Now) -> str:
         f"gradients and states in RAM, {format_bytes(now.arriving.sum())} arriving, "
         f"{format_bytes(now.leaving.sum())} leaving"
     )
-    names = ["now", *([] if layout.in_place else ["device"]), "weights", "grads", "states"]
+    names = [
+        "now",
+        *([] if layout.in_place else ["device"]),
+        "weights",
+        "grads",
+        "states",
+    ]
     heights = [7, *([] if layout.in_place else [12]), *BAND_HEIGHTS]
     labels = "".join(
         f'<div style="height:{height}px;line-height:{height}px;margin-bottom:3px;'
@@ -97,17 +103,17 @@ def maps(layout: Layout | None, rows: Sequence[StepRow]) -> tuple[str, str]:
     told = f"Weights in RAM over steps {first} to {last}: {ram.mean():.0%} of bytes and time"
     left = (
         title("Weights in RAM, share of each step", f"{ram.mean():.0%} on average")
-        + image(heat(ram, BLUE, top=1.0), told, height=110)
+        + image(heat(ram, BLUE, top=1.0), told, height=110, sharp=True)
         + ends
     )
     stall = np.stack([row.stall_s / row.count for row in shown], axis=1)
     most = float(stall.max())
-    told = (
-        f"Waiting for layers over steps {first} to {last}: at most {format_seconds(most)}"
-    )
+    told = f"Waiting for layers over steps {first} to {last}: at most {format_seconds(most)}"
     right = (
         title("Waiting for a layer", f"at most {format_seconds(most)} in a step")
-        + image(heat(np.sqrt(stall), ORANGE, top=most**0.5), told, height=110)
+        + image(
+            heat(np.sqrt(stall), ORANGE, top=most**0.5), told, height=110, sharp=True
+        )
         + ends
     )
     return left, right
@@ -129,9 +135,13 @@ def prefetch(
     total = sum(counts)
     if layout is None or not total:
         return ""
-    parts = [(c / total, colour) for c, colour in zip(counts, (BLUE, ORANGE, RED), strict=True)]
+    parts = [
+        (c / total, colour)
+        for c, colour in zip(counts, (BLUE, ORANGE, RED), strict=True)
+    ]
     told = ", ".join(
-        f"{int(c)} {name}" for c, name in zip(counts, ("in time", "late", "missed"), strict=True)
+        f"{int(c)} {name}"
+        for c, name in zip(counts, ("in time", "late", "missed"), strict=True)
     )
     legend = "".join(
         legend_item(colour, f"{name} <b>{int(count)}</b>")
@@ -151,7 +161,8 @@ def slowest(layout: Layout, rows: Sequence[StepRow]) -> str:
     recent = map_rows(rows)[-_RECENT:]
     if not recent:
         return ""
-    stall = sum(row.stall_s for row in recent) / sum(row.count for row in recent)
+    stall = np.sum([row.stall_s for row in recent], axis=0)
+    stall = stall / sum(row.count for row in recent)
     order = np.argsort(stall)[::-1][:_MAX_SLOW]
     named = ", ".join(
         f"{layout.blocks[block]} {format_seconds(stall[block])}"
@@ -185,7 +196,9 @@ def disk(
         busy_s = sum(getattr(row, busy) for row in recent)
         rate = f"<b>{_rate(num_bytes / wall)}</b>"
         while_busy = f"{_rate(num_bytes / busy_s)} while busy" if busy_s else "idle"
-        lines.append((colour, f'{name} {rate} <span style="{MUTED}">{while_busy}</span>'))
+        lines.append(
+            (colour, f'{name} {rate} <span style="{MUTED}">{while_busy}</span>')
+        )
     link_s = sum(row.link_s for row in recent)
     if link_s:
         rate = _rate(sum(row.link_bytes for row in recent) / link_s)
@@ -227,10 +240,7 @@ def _bandwidth(
     if not lines:
         return ""
     drawn = curves(lines, low=0.0, high=max(best, most), mark=best or None)
-    return (
-        f'<img alt="{told}" title="{told}" src="{svg_address(drawn)}" '
-        f'style="display:block;width:100%;height:56px;margin:3px 0 2px">'
-    )
+    return image(svg_address(drawn), told, height=56)
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -22,11 +22,12 @@ def bar(parts: list[tuple[float, str]], *, height: int, title: str = "") -> str:
     )
 
 
-def image(source: str, told: str, *, height: int) -> str:
-    """Return an image as wide as its place; ``told`` is its text alternative."""
+def image(source: str, told: str, *, height: int, sharp: bool = False) -> str:
+    """Return an image as wide as its place; ``told`` is its text alternative. ``sharp`` keeps pixels squares."""
+    rendering = ";image-rendering:pixelated" if sharp else ""
     return (
         f'<img alt="{told}" title="{told}" src="{source}" style="display:block;'
-        f'width:100%;height:{height}px;margin:3px 0 2px;image-rendering:pixelated">'
+        f'width:100%;height:{height}px;margin:3px 0 2px{rendering}">'
     )
 
 
@@ -38,7 +39,9 @@ def card(body: str) -> str:
 def columns(*parts: str) -> str:
     """Return parts side by side where there is room; empty ones are left out."""
     cells = "".join(
-        f'<div style="flex:1 1 300px;min-width:0">{part}</div>' for part in parts if part
+        f'<div style="flex:1 1 300px;min-width:0">{part}</div>'
+        for part in parts
+        if part
     )
     if not cells:
         return ""

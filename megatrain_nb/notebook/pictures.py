@@ -115,8 +115,8 @@ def strip(layout: Layout, now: Now) -> str:
     cells = np.concatenate(bands[:-1])
     width = max(1, _STRIP_WIDTH // max(blocks, 1))
     pixels = np.repeat(cells, width, axis=1)
-    if width >= 4:
-        pixels[:, width - 1 :: width] = 0
+    if width >= 6:
+        pixels[:, width - 2 :: width] = pixels[:, width - 1 :: width] = 0
     return png(pixels, _STRIP)
 
 

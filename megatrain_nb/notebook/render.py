@@ -17,6 +17,7 @@ from megatrain_nb.notebook.parts import (
     bar,
     card,
     columns,
+    image,
     legend_item,
     number,
     table,
@@ -142,8 +143,7 @@ def _loss(snap: Snapshot) -> str:
         f"<span>step {x1}</span>"
     )
     return (
-        f'{head}<img alt="{told}" title="{told}" src="{source}" '
-        f'style="display:block;width:100%;height:64px;margin:4px 0 2px">'
+        f"{head}{image(source, told, height=64)}"
         f'<div style="display:flex;justify-content:space-between;font-size:11px;{MUTED}">'
         f"{ends}</div>"
     )
@@ -185,10 +185,7 @@ def _small_curve(snap: Snapshot, name: str, told: str) -> str:
         return ""
     source = svg_address(curves([(GREY, points)], fill=False))
     told = f"{told} from {number(points[0][1])} to {number(points[-1][1])}"
-    return (
-        f'<img alt="{told}" title="{told}" src="{source}" '
-        f'style="display:block;width:100%;height:18px;margin:0">'
-    )
+    return image(source, told, height=18)
 
 
 def _step_time(snap: Snapshot) -> str:

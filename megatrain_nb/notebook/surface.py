@@ -158,17 +158,17 @@ class _Panel:
         self.pause.tooltip = "Wait after the step in progress"
         self.stop.tooltip = "End after the step in progress; the model stays whole"
         self.save.tooltip = "Export the model when the step in progress is complete"
-        field = {"width": "148px"}
+        field = {"width": "150px", "margin": "2px 2px 2px 14px"}
         self.logging = widgets.BoundedIntText(
             description="Log every", min=0, max=10**9, layout=field
         )
         self.logging.tooltip = "Steps between two log lines; 0 leaves it as it is"
         self.rate = widgets.BoundedFloatText(
-            value=1.0, description="Rate x", min=0.0, max=1e6, step=0.1, layout=field
+            value=1.0, description="LR factor", min=0.0, max=1e6, step=0.1, layout=field
         )
         self.rate.tooltip = "Factor on the learning rate, from the next step on"
         for each in (self.logging, self.rate):
-            each.style.description_width = "64px"
+            each.style.description_width = "68px"
         self.picture = widgets.HTML()
         self.row = widgets.HBox(
             [self.pause, self.stop, self.save, self.logging, self.rate],

@@ -143,7 +143,9 @@ def merge(first: StepRow, second: StepRow) -> StepRow:
     for name in ("seconds", "least_seconds"):
         a, b = getattr(first, name), getattr(second, name)
         setattr(made, name, {k: a.get(k, 0.0) + b.get(k, 0.0) for k in {**a, **b}})
-    if first.hits.shape != second.hits.shape:  # another model: its blocks count from here
+    if (
+        first.hits.shape != second.hits.shape
+    ):  # another model: its blocks count from here
         for name in (*_ARRAYS, "in_ram", "on_device"):
             setattr(made, name, getattr(second, name))
         return made

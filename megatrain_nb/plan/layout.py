@@ -89,7 +89,7 @@ class Layout:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Layout:
         """Return the layout that ``to_json`` wrote."""
-        given = {
+        given: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
             for key, value in fields.items()
         }
@@ -97,7 +97,7 @@ class Layout:
         return cls(**given)
 
 
-def make_layout(  # noqa: PLR0913 - facts, by keyword only
+def make_layout(
     spec: ModelSpec,
     pieces: Iterable[PieceLayout],
     *,

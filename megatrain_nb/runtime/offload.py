@@ -505,7 +505,10 @@ class OffloadedModel:
     def _learning_rate(self) -> float:
         if self.optimizer is None:
             return math.nan
-        return float(self.optimizer.param_groups[0]["lr"]) * self.session.controls.lr_factor
+        return (
+            float(self.optimizer.param_groups[0]["lr"])
+            * self.session.controls.lr_factor
+        )
 
     def _before_forward(self, *_: Any) -> None:
         with interrupts_wait(self.executor.stop, breakable=False):

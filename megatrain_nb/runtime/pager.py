@@ -485,9 +485,7 @@ class Pager:
     def _stored(self, piece: Piece) -> int:
         """Return the bytes of a piece that the store holds: the rest reads as zeros."""
         return piece.dtype.itemsize * sum(
-            stop - start
-            for key, start, stop in self._tiles(piece)
-            if key in self.store
+            stop - start for key, start, stop in self._tiles(piece) if key in self.store
         )
 
     def _tell(self, kind: str, key: str, num_bytes: int) -> None:

@@ -19,8 +19,6 @@ from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.recorder import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from megatrain_nb.runtime.session import Session
 
 _FORMAT = 1
@@ -175,10 +173,7 @@ def load(path: str | Path) -> Replayed:
     for number, line in enumerate(lines, 1):
         try:
             ((kind, fields),) = json.loads(line).items()
-            if number == 1 and (kind, fields.get("format")) != ("recording", _FORMAT):
-                msg = f"format {fields}"
-                raise ValueError(msg)
-            _take(found, kind, fields)
+            _take(found, number, kind, fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if 1 < number == len(lines):
                 break
@@ -190,8 +185,11 @@ def load(path: str | Path) -> Replayed:
     return found
 
 
-def _take(found: Replayed, kind: str, fields: dict[str, Any]) -> None:
+def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> None:
     recorder = found.recorder
+    if number == 1 and (kind, fields.get("format")) != ("recording", _FORMAT):
+        msg = f"it begins with {kind} {fields.get('format', '')}"
+        raise ValueError(msg)
     if kind == "layout":
         recorder.on_layout(Layout.from_json(fields))
     elif kind == "begin":
@@ -325,4 +323,3 @@ def readable(name: str, layout: Layout | None) -> str:
     where = layout.pack_names[pack] if layout and known else f"pack {pack}"
     tile = f", tile {parts[3]}" if len(parts) == 4 else ""
     return f"{parts[1]} of {where}{tile}"
-
