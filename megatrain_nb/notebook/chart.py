@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain_nb.notebook.layers import best_rate, map_rows
+from megatrain_nb.notebook.layers import best_rate, map_rows, share_in_ram
 from megatrain_nb.notebook.pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _maps(snap: Snapshot) -> list[dict[str, Any]]:
     assert snap.layout is not None
     if not shown:
         return []
-    ram = np.stack([row.in_ram[0] for row in shown], axis=1)
+    ram = share_in_ram(snap.layout, shown)
     wait = np.stack([1e3 * row.stall_s / row.count for row in shown], axis=1)
     return [
         {
@@ -167,7 +167,7 @@ def _layout(snap: Snapshot) -> dict[str, Any]:
     assert snap.layout is not None
     places = {
         1: ("Loss", 0, 0), 2: ("Tokens per second", 1, 0), 3: ("Disk, GB/s", 0, 1),
-        4: ("Seconds a step, by cause", 1, 1), 5: ("Weights in RAM, share of each step", 0, 2),
+        4: ("Seconds a step, by cause", 1, 1), 5: ("In RAM, share of a layer's bytes", 0, 2),
         6: ("Waiting for a layer, ms", 1, 2),
     }  # fmt: skip
     layout: dict[str, Any] = {

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
+    from numpy.typing import NDArray
+
     from megatrain_nb.plan.history import StepRow
     from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.recorder import Now
@@ -99,10 +101,10 @@ def maps(layout: Layout | None, rows: Sequence[StepRow]) -> tuple[str, str]:
         return "", ""
     first, last = shown[0].step, shown[-1].step
     ends = between(f"step {first}", f"step {last}; the first layer on top")
-    ram = np.stack([row.in_ram[0] for row in shown], axis=1)
-    told = f"Weights in RAM over steps {first} to {last}: {ram.mean():.0%} of bytes and time"
+    ram = share_in_ram(layout, shown)
+    told = f"Bytes in RAM over steps {first} to {last}: {ram.mean():.0%} on average"
     left = (
-        title("Weights in RAM, share of each step", f"{ram.mean():.0%} on average")
+        title("In RAM, share of a layer's bytes", f"{ram.mean():.0%} on average")
         + image(heat(ram, BLUE, top=1.0), told, height=110, sharp=True)
         + ends
     )
@@ -117,6 +119,14 @@ def maps(layout: Layout | None, rows: Sequence[StepRow]) -> tuple[str, str]:
         + ends
     )
     return left, right
+
+
+def share_in_ram(layout: Layout, rows: Sequence[StepRow]) -> NDArray[np.float32]:
+    """Return the share of each block's weights, gradients and states that was in RAM, by block and row."""
+    whole = np.array(layout.num_bytes(), np.float64)
+    weights = whole / np.maximum(whole.sum(axis=0), 1.0)
+    columns = [(row.in_ram * weights).sum(axis=0) for row in rows]
+    return np.stack(columns, axis=1).astype(np.float32)
 
 
 def map_rows(rows: Sequence[StepRow]) -> list[StepRow]:
@@ -177,6 +187,7 @@ def slowest(layout: Layout, rows: Sequence[StepRow]) -> str:
 
 
 def disk(
+    layout: Layout | None,
     rows: Sequence[StepRow],
     bandwidth: Sequence[tuple[float, float, float, float]],
     totals: dict[str, float],
@@ -212,8 +223,28 @@ def disk(
         f"{title('Disk, the last minute', f'best seen {_rate(best)}' if best else '')}"
         f"{_bandwidth(bandwidth, best)}"
         f'<div style="margin-top:5px;line-height:1.6">{legend}</div>'
+        f"{_planned(layout, recent)}"
         f'<div style="{MUTED}">{total}</div>'
     )
+
+
+def _planned(layout: Layout | None, rows: Sequence[StepRow]) -> str:
+    """Return the bytes of a step beside those of the plan."""
+    count = sum(row.count for row in rows)
+    if layout is None or not any(layout.planned_bytes):
+        return ""
+    moved = (
+        sum(row.read_bytes for row in rows) / count,
+        sum(row.written_bytes for row in rows) / count,
+    )
+    each = ", ".join(
+        f'<b>{format_bytes(got)}</b> {name} <span style="{MUTED}">'
+        f"(plan {format_bytes(planned)})</span>"
+        for name, got, planned in zip(
+            ("read", "written"), moved, layout.planned_bytes, strict=True
+        )
+    )
+    return f"<div>A step: {each}</div>"
 
 
 def best_rate(rows: Sequence[StepRow]) -> float:

@@ -78,7 +78,11 @@ def table(rows: str) -> str:
 
 def title(text: str, value: str = "") -> str:
     """Return a small heading, and a value at its right."""
-    right = f'<span style="margin-left:auto">{value}</span>' if value else ""
+    right = (
+        f'<span style="margin-left:auto;padding-left:10px;white-space:nowrap">{value}</span>'
+        if value
+        else ""
+    )
     return (
         f'<div style="display:flex;font-size:11px;letter-spacing:.03em;'
         f'margin-bottom:4px"><span style="{MUTED}">{text}</span>{right}</div>'

@@ -93,7 +93,11 @@ def page(snap: Snapshot) -> str:
     lower = [_step_time(snap), prefetch(snap.layout, snap.rows, snap.totals)]
     body.append(columns(*lower))
     body.append(columns(*maps(snap.layout, snap.rows)))
-    body.append(columns(disk(snap.rows, snap.bandwidth, snap.totals), _memory(snap)))
+    body.append(
+        columns(
+            disk(snap.layout, snap.rows, snap.bandwidth, snap.totals), _memory(snap)
+        )
+    )
     if snap.said:
         body.append(
             f'<div style="margin-top:10px;{MUTED}">{_html.escape(snap.said)}</div>'
@@ -166,7 +170,7 @@ def _figures(snap: Snapshot) -> str:
     if snap.step != snap.num_done:
         rows.append(("Step of this model", str(snap.step), ""))
     cells = "".join(
-        f'<tr style="background:none"><td style="text-align:left;padding:2px 12px 2px 0;'
+        f'<tr style="background:none"><td style="text-align:left;padding:2px 12px 2px 0;white-space:nowrap;'
         f'{MUTED}">{name}</td><td style="padding:2px 0;width:45%">{curve}</td>'
         f'<td style="text-align:right;padding:2px 0 2px 10px;white-space:nowrap;'
         f'font-weight:600">{value}</td></tr>'

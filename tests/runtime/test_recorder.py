@@ -188,12 +188,12 @@ def test_a_whole_run_adds_up(tmp_path: Path, resident: int) -> None:
         assert row.written_bytes == result.written_bytes
         assert row.seconds == result.seconds
         assert np.all((row.in_ram >= 0) & (row.in_ram <= 1))
-    # Once the order is known a step moves what the plan says, and each piece that was read was needed once.
+    # Once the order is known a step moves what the plan says; what is under way at its end counts in the next.
     assert recorder.layout is not None
-    assert (
-        rows[-1].read_bytes,
-        rows[-1].written_bytes,
-    ) == recorder.layout.planned_bytes
+    read, written = recorder.layout.planned_bytes
+    assert sum(row.read_bytes for row in rows[2:]) == pytest.approx(3 * read, rel=0.2)
+    moved = sum(row.written_bytes for row in rows[2:])
+    assert moved == pytest.approx(3 * written, rel=0.2)
     needs = [span for span in spans if span.kind == "NEED"]
     assert {span.outcome for span in needs} <= {"hit", "late", "miss"}
     counted = sum(recorder.totals[name] for name in ("hit", "late", "miss"))
