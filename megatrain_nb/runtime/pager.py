@@ -215,7 +215,7 @@ class Pager:
         patient
             Wait for room.
         blank
-            What was never written need not read as zeros: it is overwritten, or not looked at.
+            Nothing is read, and the values are arbitrary: they are overwritten, or not looked at.
 
         Raises
         ------
@@ -231,10 +231,8 @@ class Pager:
             return False
         piece.slab = slab
         try:
-            self._tell("ENTER", self._key(piece), self._stored(piece))
-            for key, start, stop in self._tiles(piece):
-                if blank and key not in self.store:
-                    continue
+            self._tell("ENTER", self._key(piece), 0 if blank else self._stored(piece))
+            for key, start, stop in () if blank else self._tiles(piece):
                 future = self._read(key, piece.bytes_of(slab, start, stop))
                 if future is not None:
                     piece.loading.append(future)
@@ -282,7 +280,7 @@ class Pager:
     ) -> dict[tuple[int, What], Values]:
         """Return the values of several pieces, by (pack, what); where one fails, none is in use.
 
-        ``blank`` are the packs of which `fetch` may leave out what was never written.
+        ``blank`` are the packs of which `fetch` reads nothing.
         """
         found = {}
         with ExitStack() as undo:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,6 @@ from tests.runtime.common import (
     window_step,
     wrapped,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def obey(controls: Controls, step: int = 3, export: Any = None) -> None:
@@ -50,7 +48,7 @@ def test_stop_and_interrupt_end_a_pause(how: str) -> None:
 
 
 def test_a_paused_training_saves(tmp_path: Path) -> None:
-    controls, saved = Controls(), []
+    controls, saved = Controls(), list[Path]()
     controls.save_dir = tmp_path
     controls.pause()
     threading.Timer(0.1, controls.save).start()

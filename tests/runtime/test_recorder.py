@@ -20,7 +20,15 @@ from megatrain_nb.runtime.recorder import MAX_SPANS, Recorder
 from megatrain_nb.runtime.recording import follow
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
-from tests.runtime.common import TinyLM, opened, seeded, window_step, wrapped
+from tests.runtime.common import (
+    TinyLM,
+    batch,
+    loss_of,
+    opened,
+    seeded,
+    window_step,
+    wrapped,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -235,3 +243,23 @@ def test_spans_and_bins_stay_bounded() -> None:
         )
     assert len(recorder.last_spans()) == MAX_SPANS
     assert len(recorder.bandwidth()) == 120
+
+
+def test_gradients_of_the_step_before_are_not_read_again(tmp_path: Path) -> None:
+    """transformers' Trainer drops them with ``model.zero_grad``, which forgets them one by one."""
+    with opened(tmp_path) as session:
+        model, optimizer = wrapped(seeded(TinyLM), lr=1e-3)
+        recorder = Recorder()
+        follow(session, recorder)
+        for step in range(4):
+            loss = loss_of(model, batch(step))
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+    spans = recorder.last_spans()
+    began = max(
+        i for i, s in enumerate(spans) if (s.kind, s.outcome) == ("BEGIN", "BACKWARD")
+    )
+    first = max(i for i, s in enumerate(spans[:began]) if s.outcome == "FORWARD")
+    backward = [s for s in spans[first:began] if s.kind == "READ"]
+    assert not [s.name for s in backward if "/grads/" in s.name]
