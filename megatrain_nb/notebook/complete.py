@@ -13,7 +13,8 @@ from IPython.core.completer import (
 )
 
 from megatrain_nb.codec.names import NAMES as COMPRESSIONS
-from megatrain_nb.notebook.parser import COMMANDS, options_of
+from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
+from megatrain_nb.notebook.surface import MODES
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
@@ -51,7 +52,11 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
     word = last[0] if last else ""
     before = typed[: len(typed) - len(word)].split()
     if whole_cell:
-        choices = [] if before else ["train"]
+        choices = [name for name in CELL_OPTIONS if name not in before]
+        if not before:
+            choices = ["train", *choices]
+        elif before[-1] == "--display":
+            choices = list(MODES)
     elif not before:
         choices = list(COMMANDS)
     elif before[-1] == "--offload-dir":

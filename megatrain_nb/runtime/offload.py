@@ -24,12 +24,14 @@ from megatrain_nb.errors import (
     StoreError,
 )
 from megatrain_nb.plan.keep import prefers_kept
+from megatrain_nb.plan.layout import Layout, make_layout
 from megatrain_nb.plan.memory import (
     Residency,
     plan_residency,
     working_bytes,
     written_bytes,
 )
+from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.chooser import is_looked_at
@@ -494,10 +496,38 @@ class OffloadedModel:
         specs = (home.spec for home in self.layers.homes.values())
         return {spec.name: spec.codec for spec in specs}
 
-    def begin_step(self) -> None:
-        """Let a step's clock run, unless it does already."""
+    def begin_step(self, *, stops: bool = True) -> None:
+        """Let a step's clock run, unless it does already; before it does, do what a person asked for.
+
+        Without ``stops`` the caller ends the training itself where that was asked for.
+        """
         if self._since is None:
+            self.between_steps()
+            controls = self.session.controls
+            if stops and controls.stopping:
+                controls.reset()
+                raise KeyboardInterrupt
             self._since = self.session.clock()
+
+    def between_steps(self) -> None:
+        """Save, or wait, if a person asked for it."""
+        session = self.session
+        session.controls.obey(
+            self.num_steps, partial(save_pretrained, self.model), session.stop_event
+        )
+
+    def layout(self) -> Layout:
+        """Return the model's blocks, and what of them stays in RAM."""
+        spec = self.layers.spec
+        traffic = step_traffic(spec, self.residency, self.executor.expected_order())
+        return make_layout(
+            spec,
+            self.pager.layout(),
+            model=self.pager.prefix.rstrip("/"),
+            name=self.name,
+            in_place=self.session.device.in_place,
+            planned_bytes=(traffic.read_bytes, traffic.written_bytes),
+        )
 
     def forget_step(self) -> None:
         """Start over: the step that was begun will not end."""
@@ -532,6 +562,7 @@ class OffloadedModel:
             offloaded_bytes=int(spent["offloaded"]),
             link_seconds=spent["link"],
             least_seconds=least,
+            lr=self._learning_rate(),
         )
         self.forget_step()
         self.session.note_step(self.last_step)
@@ -539,6 +570,14 @@ class OffloadedModel:
             self.share.learn(least)
         self.learn()
         self._plan_device()
+
+    def _learning_rate(self) -> float:
+        if self.optimizer is None:
+            return math.nan
+        return (
+            float(self.optimizer.param_groups[0]["lr"])
+            * self.session.controls.lr_factor
+        )
 
     def _before_forward(self, *_: Any) -> None:
         with interrupts_wait(self.executor.stop, breakable=False):

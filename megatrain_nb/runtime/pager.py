@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from megatrain_nb.codec.base import get
 from megatrain_nb.errors import StoreError
+from megatrain_nb.plan.layout import PieceLayout
 from megatrain_nb.plan.model import TILE_NUMEL
-from megatrain_nb.plan.timeline import Span
+from megatrain_nb.plan.timeline import HIT, LATE, MISS, Span
 from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
@@ -215,6 +216,8 @@ class Pager:
         Gives back some memory that was read ahead; False if there is none.
     is_due
         Whether a pack's update is due: then its gradient can no longer be dropped.
+    prefix
+        What its keys in the store begin with.
     wait_seconds
         Time that the training thread has waited for the disk so far.
     """
@@ -236,7 +239,7 @@ class Pager:
         self.wait_seconds = 0.0
         self.broken = ""
         self.lost: dict[int, str] = {}
-        self._prefix = prefix
+        self.prefix = prefix
         self._on_span = on_span
         self._pieces = {
             (pack.index, what): Piece(pack, what)
@@ -267,7 +270,7 @@ class Pager:
         patient
             Wait for room.
         blank
-            What was never written need not read as zeros: it is overwritten, or not looked at.
+            Nothing is read, and the values are arbitrary: they are overwritten, or not looked at.
 
         Raises
         ------
@@ -284,9 +287,8 @@ class Pager:
             return False
         piece.slab = slab
         try:
-            for key, start, stop in self._tiles(piece):
-                if blank and key not in self.store:
-                    continue
+            self._tell("ENTER", self._key(piece), 0 if blank else self._stored(piece))
+            for start, stop in () if blank else piece.pack.tiles(self.tile_numel):
                 first, end = piece.span(start, stop)
                 out = slab.view(np.uint8, first, end - first)
                 future = self._read(piece, start, stop, out)
@@ -297,11 +299,20 @@ class Pager:
             raise
         return True
 
-    def need(self, pack: int, what: What, *, blank: bool = False) -> Values:
-        """Return a piece's values in RAM, shape (numel,); ``drop`` it after use."""
+    def need(
+        self, pack: int, what: What, *, blank: bool = False, foreseen: bool = True
+    ) -> Values:
+        """Return a piece's values in RAM, shape (numel,); ``drop`` it after use.
+
+        ``foreseen`` is False for a use that nothing predicts: it is no hit and no miss.
+        """
         piece = self._pieces[pack, what]
+        begin = time.perf_counter()
+        missed = piece.slab is None
+        late = not piece.landed
         self.fetch(pack, what, patient=True, blank=blank)
         self._end_lease(piece)
+        from_disk = foreseen and bool(piece.loading)
         if piece.loading:
             try:
                 self._wait_all(piece.loading, f"reading the {piece}")
@@ -313,20 +324,29 @@ class Pager:
                         self._forget_slab(other)
                 raise
             piece.loading = []
+        if from_disk:
+            outcome = MISS if missed else LATE if late else HIT
+            self._tell_need(self._key(piece), piece.num_bytes, begin, outcome)
         piece.users += 1
         return piece.values()
 
     def need_all(
-        self, wanted: Iterable[tuple[int, What]], *, blank: Container[int] = ()
+        self,
+        wanted: Iterable[tuple[int, What]],
+        *,
+        blank: Container[int] = (),
+        foreseen: bool = True,
     ) -> dict[tuple[int, What], Values]:
         """Return the values of several pieces, by (pack, what); where one fails, none is in use.
 
-        ``blank`` are the packs of which `fetch` may leave out what was never written.
+        ``blank`` are the packs of which `fetch` reads nothing.
         """
         found = {}
         with ExitStack() as undo:
             for pack, what in wanted:
-                found[pack, what] = self.need(pack, what, blank=pack in blank)
+                found[pack, what] = self.need(
+                    pack, what, blank=pack in blank, foreseen=foreseen
+                )
                 undo.callback(self.drop, pack, what)
             undo.pop_all()
         return found
@@ -361,6 +381,7 @@ class Pager:
         if not piece.dirty:
             self._forget_slab(piece)
             return
+        self._tell("LEAVE", self._key(piece), piece.num_bytes)
         slab, piece.slab, piece.dirty = piece.slab, None, False
         tiles = self._tiles(piece)
         landing = _Landing(len(tiles), slab, self.pool)
@@ -423,7 +444,7 @@ class Pager:
         pieces = [self._pieces[pack, each] for each in what]
         if not all(piece in self._held for piece in pieces):
             self.close_held()
-            self.need_all((pack, each) for each in what)
+            self.need_all(((pack, each) for each in what), foreseen=False)
             self._held = [*pieces]
         for piece in pieces:
             self._end_lease(piece)
@@ -445,9 +466,7 @@ class Pager:
 
     def tile_key(self, piece: Piece, start: int) -> str:
         """Return the store's key of the tile that begins at element ``start``."""
-        return (
-            f"{self._prefix}{piece.label}/{piece.pack.index}/{start // self.tile_numel}"
-        )
+        return f"{self._key(piece)}/{start // self.tile_numel}"
 
     def read_tile(
         self, piece: Piece, start: int, stop: int, *, patient: bool
@@ -486,6 +505,18 @@ class Pager:
         """Wait for one read, and count the wait."""
         if future is not None:
             self._wait_all([future], what)
+
+    def wait_for_tile(
+        self, piece: Piece, start: int, reading: Future[None] | None, *, missed: bool
+    ) -> None:
+        """Wait for the read of a tile, and count the wait; ``missed`` if it was not read ahead."""
+        if reading is None:
+            return
+        begin, late = time.perf_counter(), not reading.done()
+        self._wait_all([reading], f"reading tiles of {piece.pack.name}")
+        first, end = piece.span(start, min(start + self.tile_numel, piece.pack.numel))
+        outcome = MISS if missed else LATE if late else HIT
+        self._tell_need(self.tile_key(piece, start), end - first, begin, outcome)
 
     def settle_writes(self, what: What) -> None:
         """Return when the writes of one kind have landed; raises what one of them raised."""
@@ -537,7 +568,7 @@ class Pager:
     def delete_all(self) -> None:
         """Delete every tile from the store."""
         for key in self.store.keys():  # noqa: SIM118
-            if key.startswith(self._prefix):
+            if key.startswith(self.prefix):
                 self.store.delete(key)
 
     def close(self) -> None:
@@ -550,7 +581,53 @@ class Pager:
             piece.users = 0
             self._forget_slab(piece)
 
+    def layout(self) -> list[PieceLayout]:
+        """Return every piece's bytes, and where it is."""
+        return [
+            PieceLayout(self._key(piece), piece.num_bytes, piece.resident, piece.landed)
+            for piece in self._pieces.values()
+        ]
+
     # -- inside ---------------------------------------------------------------------------------------
+
+    def _key(self, piece: Piece) -> str:
+        return f"{self.prefix}{piece.label}/{piece.pack.index}"
+
+    def _stored(self, piece: Piece) -> int:
+        """Return the bytes of a piece that the store holds: the rest reads as zeros."""
+        stored = (
+            piece.span(start, stop)
+            for key, start, stop in self._tiles(piece)
+            if key in self.store
+        )
+        return sum(end - first for first, end in stored)
+
+    def _tell(self, kind: str, key: str, num_bytes: int) -> None:
+        now = time.perf_counter()
+        self._on_span(
+            Span(
+                kind=kind,
+                name=key,
+                start_s=now,
+                end_s=now,
+                num_bytes=num_bytes,
+                lane="disk",
+            )
+        )
+
+    def _tell_need(self, key: str, num_bytes: int, begin: float, outcome: str) -> None:
+        """Say how a piece or tile was found; see the note in plan/timeline.py."""
+        end = begin if outcome == HIT else time.perf_counter()
+        self._on_span(
+            Span(
+                kind="NEED",
+                name=key,
+                start_s=begin,
+                end_s=end,
+                num_bytes=num_bytes,
+                outcome=outcome,
+            )
+        )
 
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
@@ -633,6 +710,7 @@ class Pager:
             return
         self._leaving.pop(piece, None)
         self._end_lease(piece)
+        self._tell("LEAVE", self._key(piece), 0)
         slab, piece.slab = piece.slab, None
         loading, piece.loading = piece.loading, []
         self.give_up(slab, loading, what=f"reading the {piece}")

@@ -19,6 +19,7 @@ from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
+from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import What
@@ -35,9 +36,11 @@ if TYPE_CHECKING:
 
     import torch
 
+    from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.offload import OffloadedModel
+    from megatrain_nb.runtime.recorder import Recorder
     from megatrain_nb.store.base import IoRecord
     from megatrain_nb.store.preflight import Preflight
 
@@ -74,6 +77,10 @@ class Session:
         What `init` was asked for Adam's moments.
     callbacks
         Listeners; append a `Callback`.
+    controls
+        What a person asks for while training runs: pause, stop, save.
+    recorder
+        What folds the spans of this session, if someone watches or records.
     shown
         A live view follows the training; other progress displays keep quiet.
     last_step
@@ -108,6 +115,8 @@ class Session:
         self.max_kept_bytes: int | None = None
         self.keep_share: float | None = None
         self.callbacks: list[Callback] = []
+        self.controls = Controls()
+        self.recorder: Recorder | None = None
         self.shown = False
         self.last_step: StepResult | None = None
         self.stop_event = threading.Event()
@@ -247,6 +256,14 @@ class Session:
         for model in self._models:
             model.pager.shrink(limit)
         self.pool.limit_bytes = limit
+        if self.callbacks:
+            for layout in self.layouts():
+                for callback in self.callbacks:
+                    callback.on_layout(layout)
+
+    def layouts(self) -> list[Layout]:
+        """Return the blocks of each model, and what of them the plan keeps in RAM."""
+        return [model.layout() for model in self._models]
 
     def share_bytes(self) -> int:
         """Return what each model may have of the RAM, in bytes."""
@@ -328,8 +345,8 @@ class Session:
 
     # -- what a person sees --------------------------------------------------------------------------------
 
-    def status(self) -> Status:
-        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
+    def tiers(self) -> dict[str, TierStatus]:
+        """Return bytes per tier now and at peak."""
         device_bytes = self.device.used_bytes()
         ram_bytes = self.pool.in_use_bytes
         tiers = {
@@ -343,8 +360,12 @@ class Session:
         }
         if self.device.torch_device.type == "cpu":
             del tiers["device"]
+        return tiers
+
+    def status(self) -> Status:
+        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
         return Status(
-            tiers=tiers,
+            tiers=self.tiers(),
             last_step=self.last_step,
             models=tuple(
                 describe_model(model) for model in self._models if not model.deleted
