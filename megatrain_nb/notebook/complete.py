@@ -57,6 +57,8 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
         return word, _directories(word)
     elif before[-1] == "--device":
         choices = ["cpu", "cuda"]
+    elif before[-1] in ("--compress", "--compress-weights"):
+        choices = ["lossless"]
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:

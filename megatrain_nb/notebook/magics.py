@@ -144,6 +144,8 @@ class MegatrainMagics(Magics):
             max_vram_gb=args.max_vram,
             max_ram_gb=args.max_ram,
             max_disk_gb=args.max_disk,
+            optimizer_compression=args.compress,
+            weight_compression=args.compress_weights,
             device=args.device,
         )
 

@@ -156,6 +156,13 @@ def _commands() -> dict[str, _Parser]:
         init.add_argument(
             f"--max-{tier}", type=_size, metavar="SIZE", help=f"budget for {what}"
         )
+    for option, what in (
+        ("--compress", "optimizer states"),
+        ("--compress-weights", "weights"),
+    ):
+        init.add_argument(
+            option, choices=["lossless"], default=False, help=f"how {what} are on disk"
+        )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
     status = "show bytes per tier and the last step's times; returns the Status"
     return {

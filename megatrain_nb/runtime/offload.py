@@ -87,6 +87,7 @@ class OffloadedModel:
             pool=session.pool,
             store=session.store,
             on_span=session.on_span,
+            packed=session.packed,
         )
         self.updates = Updates(
             self.pager, threads=session.threads, on_span=session.on_span
@@ -287,7 +288,9 @@ class OffloadedModel:
             The share does not even hold what streams, or the disk not what does not stay.
         """
         spec, tile_numel = self.layers.spec, self.pager.tile_numel
-        room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        packing_bytes = self.session.packing_share_bytes()
+        working = working_bytes(spec, tile_numel=tile_numel) + packing_bytes
+        room = limit_bytes - working
         self._room = max(room, 0)
         if self._reserved > max(room, 0) and self.num_steps:
             logger.warning(
@@ -304,6 +307,7 @@ class OffloadedModel:
             keep_bytes=self._keepable_bytes() + self._keep_beside,
             keep_share=self._keep_share(),
             resident_bytes=self.session.max_resident_bytes,
+            packing_bytes=packing_bytes,
             tile_numel=tile_numel,
         )
         self._check_disk(residency)

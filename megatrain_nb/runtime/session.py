@@ -13,12 +13,14 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from megatrain_nb.codec import split
+from megatrain_nb.codec.lossless import chunks
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.device import open_device
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.pager import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatrain_nb")
 
 _current: Session | None = None
+
+LOSSLESS = "lossless"
 
 # Without max_ram_gb: this share of what the machine has left when the session opens.
 _DEFAULT_RAM_SHARE = 0.8
@@ -66,6 +70,8 @@ class Session:
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
+    packed
+        The kinds of pieces that are packed on disk, bit for bit.
     callbacks
         Listeners; append a `Callback`.
     shown
@@ -86,9 +92,11 @@ class Session:
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
         device: Device,
+        packed: frozenset[What] = frozenset(),
     ) -> None:
         heap.return_freed_memory()
-        load_code()
+        load_code(packing=bool(packed))
+        self.packed = packed
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -118,6 +126,7 @@ class Session:
                 max_bytes=max_disk_bytes,
                 direct=preflight.direct,
                 on_io=self._on_io,
+                staging=self.pool if packed else None,
             )
             undo.callback(self.store.close)
             self.threads = UpdateThreads()
@@ -230,6 +239,10 @@ class Session:
             model.pager.shrink(limit)
         self.pool.limit_bytes = limit
 
+    def packing_share_bytes(self) -> int:
+        """Return what each model has to leave of its share for packing, in bytes."""
+        return -(-self.store.staging_bytes // max(len(self._models), 1))
+
     def give_turn(self, model: OffloadedModel) -> None:
         """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
         self._let_go()
@@ -324,6 +337,7 @@ class Session:
                 describe_model(model) for model in self._models if not model.deleted
             ),
             notes=self.notes,
+            packed_sizes=self.store.packed_sizes(),
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
         )
@@ -372,6 +386,7 @@ def init(
     max_ram_gb: float | str | None = None,
     max_disk_gb: float | str | None = None,
     optimizer_compression: bool | str = False,
+    weight_compression: bool | str = False,
     device: str | torch.device | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
@@ -385,7 +400,11 @@ def init(
         memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
         the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
     optimizer_compression
-        False: Adam's moments are fp32. Compressed moments come in a later version.
+        How Adam's moments are on disk: False, as they are; ``"lossless"``, packed bit for bit. In RAM they are
+        fp32 either way. Packing takes 22 MB of ``max_ram_gb``, and time of the I/O threads.
+    weight_compression
+        The same for weights: fp32 ones, and the bf16 halves that compute in bf16. Not for the lower halves: they
+        do not pack.
     device
         ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one.
 
@@ -397,17 +416,14 @@ def init(
     Raises
     ------
     ArgumentError
-        A size, directory or device that cannot be used, or compression.
+        A size, directory, device or compression that cannot be used.
+    BudgetError
+        Less RAM than packing takes.
     SessionError
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    if optimizer_compression is not False:
-        msg = (
-            f"optimizer_compression={optimizer_compression!r}: only False (fp32 moments) works in this version; "
-            "lossless packing and 8, 4, 3 and 2 bit moments are to come"
-        )
-        raise ArgumentError(msg)
+    packed = _packed(optimizer_compression, weight_compression)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -432,16 +448,34 @@ def init(
         max_disk_bytes=sizes["max_disk_gb"],
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
+        packed=packed,
     )
     return _current
 
 
-def load_code() -> None:
+def _packed(moments: object, weights: object) -> frozenset[What]:
+    """Return the kinds of pieces to pack."""
+    if moments not in (False, LOSSLESS) or not isinstance(moments, bool | str):
+        msg = (
+            f'optimizer_compression={moments!r}: give False (fp32 moments) or "{LOSSLESS}" (packed on disk, bit for '
+            "bit); 8, 4, 3 and 2 bit moments are to come"
+        )
+        raise ArgumentError(msg)
+    if weights not in (False, LOSSLESS) or not isinstance(weights, bool | str):
+        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
+        raise ArgumentError(msg)
+    kinds = (MOMENTS if moments else ()) + ((What.WEIGHTS,) if weights else ())
+    return frozenset(kinds)
+
+
+def load_code(*, packing: bool = False) -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
     warm_up()
     warm_up(split=True)
     split.warm_up()
+    if packing:
+        chunks.warm_up()
 
 
 def current_session() -> Session | None:

@@ -59,6 +59,8 @@ class Status:
         The last optimizer step, or None.
     process_bytes
         Resident memory of the whole process, as the kernel counts it.
+    packed_sizes
+        Bytes of what is packed on disk: unpacked, and as they are there.
     """
 
     tiers: dict[str, TierStatus]
@@ -67,6 +69,7 @@ class Status:
     notes: tuple[str, ...]
     directory: str
     process_bytes: int
+    packed_sizes: tuple[int, int] = (0, 0)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and text of every line."""
@@ -88,6 +91,14 @@ class Status:
                 f"{format_bytes(self.process_bytes)} resident, everything included",
             )
         )
+        unpacked, packed = self.packed_sizes
+        if packed:
+            rows.append(
+                (
+                    "packed",
+                    f"{format_bytes(unpacked)} take {format_bytes(packed)} on disk, bit for bit ({unpacked / packed:.2f}x)",
+                )
+            )
         for model in self.models:
             rows += [
                 (

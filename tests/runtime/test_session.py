@@ -51,9 +51,12 @@ if TYPE_CHECKING:
         ({"max_ram_gb": True}, "max_ram_gb=True"),
         ({"max_disk_gb": float("nan")}, "max_disk_gb=nan"),
         ({"max_vram_gb": [1]}, r"max_vram_gb=\[1\]"),
-        ({"optimizer_compression": "4bit"}, "optimizer_compression='4bit'.*False.*to come"),
+        ({"optimizer_compression": "4bit"}, "optimizer_compression='4bit'.*False.*lossless.*to come"),
         ({"optimizer_compression": True}, "optimizer_compression=True"),
         ({"optimizer_compression": None}, "optimizer_compression=None"),
+        ({"optimizer_compression": 0}, "optimizer_compression=0"),
+        ({"weight_compression": "4bit"}, "weight_compression='4bit'.*False.*lossless"),
+        ({"weight_compression": True}, "weight_compression=True"),
         ({"device": "mps"}, "device='mps'.*'cpu' or 'cuda'"),
     ],
 )  # fmt: skip
