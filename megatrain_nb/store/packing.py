@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 from xxhash import xxh3_64
 
 from megatrain_nb.codec.lossless.chunks import (
@@ -24,6 +23,7 @@ from megatrain_nb.store.base import ALIGN_BYTES, round_up
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
     from numpy.typing import NDArray
 
     U8 = NDArray[np.uint8]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
         ("init --max-v", "--max-v", ["--max-vram"]),
         ("init --max-ram ", "", []),
         ("init --device c", "c", ["cpu", "cuda"]),
+        ("init --compress l", "l", ["lossless"]),
+        ("init --compress-weights ", "", ["lossless"]),
         ("nonsense -", "-", []),
     ],
 )

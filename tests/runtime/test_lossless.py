@@ -203,12 +203,15 @@ def test_a_system_call_that_fails_is_one_error(
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(*args)
 
+        def go_on() -> None:
+            for step in range(2, 6):
+                window_step(model, optimizer, step)
+            optimizer.finish()
+
         with monkeypatch.context() as patch:
             patch.setattr(os, name, call)
             with pytest.raises(mt.StoreError, match="EIO"):
-                for step in range(2, 6):
-                    window_step(model, optimizer, step)
-                optimizer.finish()
+                go_on()
         # Either it goes on from the last whole step, or it says that it must not be used.
         try:
             optimizer.zero_grad()

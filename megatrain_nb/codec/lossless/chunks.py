@@ -244,8 +244,7 @@ class Packer:
 def warm_up() -> None:
     """Compile the kernels or load them from the cache."""
     packer = Packer(np.zeros(CHUNK_NUMEL, np.uint8))
-    for name in ITEM_BYTES:
-        size = ITEM_BYTES[name]
+    for size in ITEM_BYTES.values():
         for sign in (0, 0x80):
             values, back = np.zeros((2, 1024 * size), np.uint8)
             values[-1] = sign
