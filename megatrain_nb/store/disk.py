@@ -193,7 +193,6 @@ class DiskStore:
     def packed_sizes(self) -> tuple[int, int]:
         """Return the bytes of all tiles put with a codec that packs: as put, and on disk."""
         with self._space.changed:
-            self._check_open()
             tiles = [tile for tile in self._index.values() if tile.codec in ITEM_BYTES]
         return sum(t.nbytes for t in tiles), sum(t.packed_bytes for t in tiles)
 

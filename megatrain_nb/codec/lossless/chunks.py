@@ -89,7 +89,7 @@ def packed_bytes(start: U8) -> int | None:
     """
     if start.size < HEADER_BYTES:
         return None
-    kind, item_bytes, zero, count, frame, zeros = _HEADER.unpack_from(start)
+    kind, item_bytes, zero, count, frame, zeros = _HEADER.unpack_from(start.data)
     fits = 0 < count <= CHUNK_NUMEL * (1 if kind else item_bytes)
     if item_bytes not in ITEM_BYTES.values() or zero or zeros or not fits:
         raise DamagedError("a chunk's header is not one")
@@ -124,8 +124,8 @@ class Packer:
             target_length=0,
             write_content_size=True,
         )
-        self._compress = zstandard.ZstdCompressor(compression_params=settings).compress
-        self._decompress = zstandard.ZstdDecompressor().decompress
+        self._compressor = zstandard.ZstdCompressor(compression_params=settings)
+        self._decompressor = zstandard.ZstdDecompressor()
 
     def pack(self, values: U8, item_bytes: int, out: U8) -> int:
         """Write one chunk and return its length, a multiple of 16.
@@ -144,7 +144,7 @@ class Packer:
         kind = _PLAIN if rest or values.ctypes.data % item_bytes else _SIGNED
         if kind:
             kind = self._split(values, item_bytes, count, out[HEADER_BYTES:])
-            frame = self._compress(self._exponents[:count])
+            frame = self._compressor.compress(self._exponents[:count].data)
             if len(frame) > count - count // _LEAST_SHARE:
                 kind = _PLAIN
         if kind == _PLAIN:
@@ -154,7 +154,7 @@ class Packer:
             start = HEADER_BYTES + _planes_bytes(kind, item_bytes, count)
             end = start + len(frame)
             out[start:end] = np.frombuffer(frame, np.uint8)
-        _HEADER.pack_into(out, 0, kind, item_bytes, 0, count, len(frame), 0)
+        _HEADER.pack_into(out.data, 0, kind, item_bytes, 0, count, len(frame), 0)
         out[end : _round_up(end)] = 0
         return _round_up(end)
 
@@ -178,8 +178,8 @@ class Packer:
         size = packed_bytes(packed)
         if size != packed.size:
             raise DamagedError("a chunk is cut short")
-        kind, found, _, count, frame, _ = _HEADER.unpack_from(packed)
-        num_bytes = count if kind == _PLAIN else count * item_bytes
+        kind, found, _, count, frame, _ = _HEADER.unpack_from(packed.data)
+        num_bytes: int = count if kind == _PLAIN else count * item_bytes
         if found != item_bytes or num_bytes > out.size:
             raise DamagedError("a chunk is of other floats, or of more than expected")
         if kind == _PLAIN:
@@ -230,9 +230,9 @@ class Packer:
         error = self._zstd.ZstdError
         try:
             # A frame that says another size is not ours, and must not get memory for it.
-            if self._zstd.frame_content_size(frame) != count:
+            if self._zstd.frame_content_size(frame.data) != count:
                 raise DamagedError("a chunk's exponents are not as many as its floats")
-            data = self._decompress(frame, allow_extra_data=False)
+            data = self._decompressor.decompress(frame.data, allow_extra_data=False)
         except error as reason:
             msg = f"a chunk's exponents do not unpack: {reason}"
             raise DamagedError(msg) from reason
