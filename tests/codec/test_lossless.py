@@ -140,7 +140,7 @@ def test_planes_are_those_of_numpy(item_bytes: int, count: int, signed: bool) ->
     assert packed[0] == kind
     frame = packed[16 + len(planes) :].tobytes()
     assert packed[16 : 16 + len(planes)].tobytes() == planes
-    (length,) = struct.unpack_from("<I", packed, 8)
+    (length,) = struct.unpack_from("<I", packed.data, 8)
     assert zstandard.ZstdDecompressor().decompress(frame[:length]) == exponents
 
 
@@ -232,7 +232,7 @@ def test_a_frame_that_says_another_size_gets_no_memory() -> None:
     forged = np.zeros(start + 512, np.uint8)
     forged[:start] = packed[:start]
     forged[start : start + len(bomb[:496])] = np.frombuffer(bomb[:496], np.uint8)
-    struct.pack_into("<I", forged, 8, min(len(bomb), 496))
+    struct.pack_into("<I", forged.data, 8, min(len(bomb), 496))
     size = packed_bytes(forged)
     assert size is not None
     with pytest.raises(DamagedError, match="not as many"):
