@@ -28,7 +28,10 @@ from tests.runtime.common import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-LOSSLESS = {"optimizer_compression": "lossless", "weight_compression": "lossless"}
+LOSSLESS: dict[str, Any] = {
+    "optimizer_compression": "lossless",
+    "weight_compression": "lossless",
+}
 
 
 class WideLayer(nn.Module):
@@ -148,7 +151,8 @@ def test_it_goes_on_exactly_after_small_tiles(
 
 def test_saved_weights_are_the_same(tmp_path: Path) -> None:
     states = []
-    for options in ({}, LOSSLESS):
+    nothing: dict[str, Any] = {}
+    for options in (nothing, LOSSLESS):
         with opened(tmp_path / "offload", **options):
             model, optimizer = wrapped(seeded(wide), lr=1e-2)
             plain_step(model, optimizer, 0)
