@@ -105,7 +105,8 @@ def test_bits_are_those_of_training_without_it(
     ],
 )
 def test_what_is_packed(tmp_path: Path, option: str, kinds: tuple[What, ...]) -> None:
-    with opened(tmp_path, **{option: "lossless"}) as session:
+    options: dict[str, Any] = {option: "lossless"}
+    with opened(tmp_path, **options) as session:
         model, optimizer = wrapped(seeded(wide), lr=1e-2)
         for step in range(2):
             window_step(model, optimizer, step)
