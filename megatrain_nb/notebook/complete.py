@@ -12,6 +12,7 @@ from IPython.core.completer import (
     context_matcher,
 )
 
+from megatrain_nb.codec.names import LOSSLESS
 from megatrain_nb.codec.names import NAMES as COMPRESSIONS
 from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
 from megatrain_nb.notebook.surface import MODES
@@ -62,9 +63,11 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
     elif before[-1] == "--offload-dir":
         return word, _directories(word)
     elif before[-1] == "--compress":
-        choices = [*COMPRESSIONS]
+        choices = [LOSSLESS, *COMPRESSIONS]
     elif before[-1] == "--device":
         choices = ["cpu", "cuda"]
+    elif before[-1] == "--compress-weights":
+        choices = [LOSSLESS]
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:

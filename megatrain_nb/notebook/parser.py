@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
+from megatrain_nb.codec.names import LOSSLESS
 from megatrain_nb.codec.names import NAMES as COMPRESSIONS
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.units import parse_size
@@ -171,10 +172,16 @@ def _commands() -> dict[str, _Parser]:
         )
     init.add_argument(
         "--compress",
-        choices=COMPRESSIONS,
+        choices=[LOSSLESS, *COMPRESSIONS],
         metavar="CODEC",
-        help="Adam's moments in fewer bits (not lossless): "
+        help=f"Adam's moments: {LOSSLESS} (packed on disk, bit for bit), or in fewer bits: "
         f"{', '.join(COMPRESSIONS)}; fp32 if left out",
+    )
+    init.add_argument(
+        "--compress-weights",
+        choices=[LOSSLESS],
+        default=False,
+        help="weights packed on disk, bit for bit",
     )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
     replay = _Parser(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Self
 
 from megatrain_nb.codec import split
 from megatrain_nb.codec.choice import Compression, parse_compression
+from megatrain_nb.codec.lossless import chunks
+from megatrain_nb.codec.names import LOSSLESS
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
@@ -22,7 +24,7 @@ from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.pager import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("megatrain_nb")
 
 _current: Session | None = None
+
 
 # Without max_ram_gb: this share of what the machine has left when the session opens.
 _DEFAULT_RAM_SHARE = 0.8
@@ -75,6 +78,8 @@ class Session:
         to backward, before weights and states may stay there; None lets the plan decide.
     compression
         What `init` was asked for Adam's moments.
+    packed
+        The kinds of pieces that are packed on disk, bit for bit.
     callbacks
         Listeners; append a `Callback`.
     controls
@@ -100,13 +105,15 @@ class Session:
         max_vram_bytes: int | None,
         device: Device,
         compression: Compression | None = None,
+        packed: frozenset[What] = frozenset(),
     ) -> None:
         self.max_ram_bytes = max_ram_bytes or round(
             _DEFAULT_RAM_SHARE * rss.available_bytes()
         )
         self.compression = compression or Compression()
         heap.return_freed_memory(self.max_ram_bytes)
-        load_code(self.compression)
+        load_code(self.compression, packing=bool(packed))
+        self.packed = packed
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -140,6 +147,7 @@ class Session:
                 max_bytes=max_disk_bytes,
                 direct=preflight.direct,
                 on_io=self._on_io,
+                staging=self.pool if packed else None,
             )
             undo.callback(self.store.close)
             self.threads = UpdateThreads()
@@ -269,6 +277,10 @@ class Session:
         """Return what each model may have of the RAM, in bytes."""
         return self.max_ram_bytes // len(self._models)
 
+    def packing_share_bytes(self) -> int:
+        """Return what each model has to leave of its share for packing, in bytes."""
+        return -(-self.store.staging_bytes // max(len(self._models), 1))
+
     def give_turn(self, model: OffloadedModel) -> None:
         """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
         self._let_go()
@@ -372,6 +384,7 @@ class Session:
             ),
             notes=self._notes_now(),
             pinned_bytes=self.pool.pinned_bytes,
+            packed_sizes=self.store.packed_sizes(),
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
         )
@@ -428,6 +441,7 @@ def init(
     max_ram_gb: float | str | None = None,
     max_disk_gb: float | str | None = None,
     optimizer_compression: bool | str | Mapping[str, bool | str] = False,
+    weight_compression: bool | str = False,
     device: str | torch.device | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
@@ -445,7 +459,11 @@ def init(
         ``"dynamic"`` or True, in 2 to 4 bits by an error budget. Or a mapping from patterns of parameter or module
         names to these; the first that matches counts, and what none matches stays fp32. Vectors, norms and
         parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
-        docs/codecs.md for what each loses.
+        docs/codecs.md for what each loses. Or ``"lossless"``: fp32 in RAM, packed bit for bit on disk. Packing
+        takes 22 MB of ``max_ram_gb``, and time of the I/O threads.
+    weight_compression
+        False, or ``"lossless"`` for weights as well: fp32 ones, and the bf16 halves that compute in bf16. Not for
+        the lower halves: they do not pack.
     device
         ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
         never measured.
@@ -459,11 +477,16 @@ def init(
     ------
     ArgumentError
         A size, directory, device or compression that cannot be used.
+    BudgetError
+        Less RAM than packing takes.
     SessionError
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    compression = parse_compression(optimizer_compression)
+    packed = _packed(optimizer_compression, weight_compression)
+    compression = parse_compression(
+        False if optimizer_compression == LOSSLESS else optimizer_compression
+    )
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -489,11 +512,23 @@ def init(
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
         compression=compression,
+        packed=packed,
     )
     return _current
 
 
-def load_code(compression: Compression | None = None) -> None:
+def _packed(moments: object, weights: object) -> frozenset[What]:
+    """Return the kinds of pieces to pack."""
+    if weights not in (False, LOSSLESS) or not isinstance(weights, bool | str):
+        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
+        raise ArgumentError(msg)
+    kinds = (MOMENTS if moments == LOSSLESS else ()) + (
+        (What.WEIGHTS,) if weights else ()
+    )
+    return frozenset(kinds)
+
+
+def load_code(compression: Compression | None = None, *, packing: bool = False) -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
     warm_up()
@@ -502,6 +537,8 @@ def load_code(compression: Compression | None = None) -> None:
     for codec in () if compression is None else compression.codecs():
         encoded.warm_up(codec)
         encoded.warm_up(codec, split=True)
+    if packing:
+        chunks.warm_up()
 
 
 def current_session() -> Session | None:

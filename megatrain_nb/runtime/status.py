@@ -79,6 +79,8 @@ class Status:
         Resident memory of the whole process, as the kernel counts it.
     pinned_bytes
         RAM of the session's that is page-locked for copies to a device.
+    packed_sizes
+        Bytes of what is packed on disk: unpacked, and as they are there.
     """
 
     tiers: dict[str, TierStatus]
@@ -88,6 +90,7 @@ class Status:
     directory: str
     process_bytes: int
     pinned_bytes: int = 0
+    packed_sizes: tuple[int, int] = (0, 0)
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and text of every line."""
@@ -114,6 +117,14 @@ class Status:
                 ),
             )
         )
+        unpacked, packed = self.packed_sizes
+        if packed:
+            rows.append(
+                (
+                    "packed",
+                    f"{format_bytes(unpacked)} take {format_bytes(packed)} on disk, bit for bit ({unpacked / packed:.2f}x)",
+                )
+            )
         for model in self.models:
             rows += [
                 (

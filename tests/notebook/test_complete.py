@@ -21,7 +21,13 @@ if TYPE_CHECKING:
         ("init --device c", "c", ["cpu", "cuda"]),
         ("init --comp", "--comp", ["--compress"]),
         ("init --compress 4", "4", ["4bit"]),
-        ("init --compress ", "", ["8bit", "4bit", "3bit", "2bit", "dynamic"]),
+        (
+            "init --compress ",
+            "",
+            ["lossless", "8bit", "4bit", "3bit", "2bit", "dynamic"],
+        ),
+        ("init --compress l", "l", ["lossless"]),
+        ("init --compress-weights ", "", ["lossless"]),
         ("nonsense -", "-", []),
     ],
 )
