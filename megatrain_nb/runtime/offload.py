@@ -316,10 +316,8 @@ class OffloadedModel:
         BudgetError
             The share does not even hold what streams, or the disk not what does not stay.
         """
-        spec, tile_numel = self.layers.spec, self.pager.tile_numel
-        packing_bytes = self.session.packing_share_bytes()
-        working = working_bytes(spec, tile_numel=tile_numel) + packing_bytes
-        room = limit_bytes - working
+        spec = self.layers.spec
+        room = self._beside_streaming(spec, limit_bytes)
         self._room = max(room, 0)
         if self._reserved > max(room, 0) and self.num_steps:
             logger.warning(
@@ -351,8 +349,7 @@ class OffloadedModel:
         self._residency(spec, self.session.share_bytes())
 
     def _residency(self, spec: ModelSpec, limit_bytes: int) -> Residency:
-        tile_numel = self.pager.tile_numel
-        room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        room = self._beside_streaming(spec, limit_bytes)
         residency = plan_residency(
             spec,
             limit_bytes=limit_bytes,
@@ -360,11 +357,16 @@ class OffloadedModel:
             keep_bytes=self._keepable_bytes() + self._keep_beside,
             keep_share=self._keep_share(),
             resident_bytes=self.session.max_resident_bytes,
-            packing_bytes=packing_bytes,
-            tile_numel=tile_numel,
+            packing_bytes=self.session.packing_share_bytes(),
+            tile_numel=self.pager.tile_numel,
         )
         self._check_disk(spec, residency)
         return residency
+
+    def _beside_streaming(self, spec: ModelSpec, limit_bytes: int) -> int:
+        """Return what a share of the RAM leaves when nothing is resident; less than 0 where it is too small."""
+        working = working_bytes(spec, tile_numel=self.pager.tile_numel)
+        return limit_bytes - working - self.session.packing_share_bytes()
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
