@@ -153,7 +153,7 @@ def parse_name(value: object, *, name: str = "optimizer_compression") -> str:
         return value
     known = ", ".join(f'"{known}"' for known in NAMES)
     msg = (
-        f"{name}={value!r} is not known; give False (fp32 moments), {known}, or True (dynamic); "
-        f'for all moments together also "{LOSSLESS}"'
+        f"{name}={value!r} is not known; give False (fp32 moments), {known}, or True (dynamic). For the whole model "
+        f'mt.init also takes "{LOSSLESS}"'
     )
     raise ArgumentError(msg)

@@ -12,4 +12,4 @@ NAMES = ("8bit", "4bit", "3bit", "2bit", DYNAMIC)
 """What a user may ask for by name."""
 
 LOSSLESS = "lossless"
-"""fp32 in RAM and packed on disk, bit for bit; for all moments or none."""
+"""What a user may ask for by name for the whole model: packed on disk, bit for bit."""

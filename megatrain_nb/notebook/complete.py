@@ -12,8 +12,7 @@ from IPython.core.completer import (
     context_matcher,
 )
 
-from megatrain_nb.codec.names import LOSSLESS
-from megatrain_nb.codec.names import NAMES as COMPRESSIONS
+from megatrain_nb.codec.names import LOSSLESS, NAMES
 from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
 from megatrain_nb.notebook.surface import MODES
 
@@ -63,7 +62,7 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
     elif before[-1] == "--offload-dir":
         return word, _directories(word)
     elif before[-1] == "--compress":
-        choices = [LOSSLESS, *COMPRESSIONS]
+        choices = [LOSSLESS, *NAMES]
     elif before[-1] == "--device":
         choices = ["cpu", "cuda"]
     elif before[-1] == "--compress-weights":

@@ -317,7 +317,7 @@ class OffloadedModel:
             The share does not even hold what streams, or the disk not what does not stay.
         """
         spec = self.layers.spec
-        room = self._room_beside_streaming(spec, limit_bytes)
+        room = self._beside_streaming(spec, limit_bytes)
         self._room = max(room, 0)
         if self._reserved > max(room, 0) and self.num_steps:
             logger.warning(
@@ -349,7 +349,7 @@ class OffloadedModel:
         self._residency(spec, self.session.share_bytes())
 
     def _residency(self, spec: ModelSpec, limit_bytes: int) -> Residency:
-        room = self._room_beside_streaming(spec, limit_bytes)
+        room = self._beside_streaming(spec, limit_bytes)
         residency = plan_residency(
             spec,
             limit_bytes=limit_bytes,
@@ -363,8 +363,8 @@ class OffloadedModel:
         self._check_disk(spec, residency)
         return residency
 
-    def _room_beside_streaming(self, spec: ModelSpec, limit_bytes: int) -> int:
-        """Return what is left of this model's share beside what must be there to stream and to pack; below 0, none."""
+    def _beside_streaming(self, spec: ModelSpec, limit_bytes: int) -> int:
+        """Return what a share of the RAM leaves when nothing is resident; less than 0 where it is too small."""
         working = working_bytes(spec, tile_numel=self.pager.tile_numel)
         return limit_bytes - working - self.session.packing_share_bytes()
 

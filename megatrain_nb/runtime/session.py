@@ -50,7 +50,6 @@ logger = logging.getLogger("megatrain_nb")
 
 _current: Session | None = None
 
-
 # Without max_ram_gb: this share of what the machine has left when the session opens.
 _DEFAULT_RAM_SHARE = 0.8
 
@@ -76,10 +75,10 @@ class Session:
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
-    compression
-        What `init` was asked for Adam's moments.
     packed
         The kinds of pieces that are packed on disk, bit for bit.
+    compression
+        What `init` was asked for Adam's moments.
     callbacks
         Listeners; append a `Callback`.
     controls
@@ -104,8 +103,8 @@ class Session:
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
         device: Device,
-        compression: Compression | None = None,
         packed: frozenset[What] = frozenset(),
+        compression: Compression | None = None,
     ) -> None:
         self.max_ram_bytes = max_ram_bytes or round(
             _DEFAULT_RAM_SHARE * rss.available_bytes()
@@ -383,8 +382,8 @@ class Session:
                 describe_model(model) for model in self._models if not model.deleted
             ),
             notes=self._notes_now(),
-            pinned_bytes=self.pool.pinned_bytes,
             packed_sizes=self.store.packed_sizes(),
+            pinned_bytes=self.pool.pinned_bytes,
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
         )
@@ -455,15 +454,15 @@ def init(
         memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
         the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
     optimizer_compression
-        How Adam's moments are stored: False, as fp32; ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised;
-        ``"dynamic"`` or True, in 2 to 4 bits by an error budget. Or a mapping from patterns of parameter or module
-        names to these; the first that matches counts, and what none matches stays fp32. Vectors, norms and
+        How Adam's moments are stored: False, as fp32; ``"lossless"``, packed on disk bit for bit, and fp32 in RAM;
+        ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised; ``"dynamic"`` or True, in 2 to 4 bits by an
+        error budget. Or a mapping from patterns of parameter or module names to these, ``"lossless"`` not among
+        them; the first that matches counts, and what none matches stays fp32. Vectors, norms and
         parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
-        docs/codecs.md for what each loses. Or ``"lossless"``: fp32 in RAM, packed bit for bit on disk. Packing
-        takes 22 MB of ``max_ram_gb``, and time of the I/O threads.
+        docs/codecs.md for what each loses.
     weight_compression
-        False, or ``"lossless"`` for weights as well: fp32 ones, and the bf16 halves that compute in bf16. Not for
-        the lower halves: they do not pack.
+        False; or ``"lossless"``: weights are packed on disk bit for bit, fp32 ones and the bf16 halves that compute
+        in bf16. Lossless packing takes 22 MB of ``max_ram_gb``, and time of the I/O threads; see docs/lossless.md.
     device
         ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
         never measured.
@@ -483,10 +482,9 @@ def init(
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    packed = _packed(optimizer_compression, weight_compression)
-    compression = parse_compression(
-        False if optimizer_compression == LOSSLESS else optimizer_compression
-    )
+    lossless = optimizer_compression == LOSSLESS
+    compression = parse_compression(False if lossless else optimizer_compression)
+    packed = _packed(moments=lossless, weights=weight_compression)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -517,9 +515,9 @@ def init(
     return _current
 
 
-def _packed(moments: object, weights: object) -> frozenset[What]:
+def _packed(*, moments: bool, weights: object) -> frozenset[What]:
     """Return the kinds of pieces to pack."""
-    if weights not in (False, LOSSLESS) or not isinstance(weights, bool | str):
+    if weights is not False and weights != LOSSLESS:
         msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
         raise ArgumentError(msg)
     kinds = (MOMENTS if moments == LOSSLESS else ()) + (

@@ -77,10 +77,10 @@ class Status:
         The last optimizer step, or None.
     process_bytes
         Resident memory of the whole process, as the kernel counts it.
-    pinned_bytes
-        RAM of the session's that is page-locked for copies to a device.
     packed_sizes
         Bytes of what is packed on disk: unpacked, and as they are there.
+    pinned_bytes
+        RAM of the session's that is page-locked for copies to a device.
     """
 
     tiers: dict[str, TierStatus]
@@ -89,8 +89,8 @@ class Status:
     notes: tuple[str, ...]
     directory: str
     process_bytes: int
-    pinned_bytes: int = 0
     packed_sizes: tuple[int, int] = (0, 0)
+    pinned_bytes: int = 0
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and text of every line."""
