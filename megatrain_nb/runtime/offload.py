@@ -637,13 +637,7 @@ class OffloadedModel:
             for what, value in zip(MOMENTS, (exp_avg, exp_avg_sq), strict=True):
                 self.moment(param, what).copy_(value)
             return
-        flat = [
-            torch.empty(home.spec.shape, dtype=torch.float32)
-            .copy_(value)
-            .view(-1)
-            .numpy()
-            for value in (exp_avg, exp_avg_sq)
-        ]
+        flat = [_flat(value, home.spec.shape) for value in (exp_avg, exp_avg_sq)]
         self.executor.check_usable()
         with interrupts_wait(self.executor.stop, breakable=False):
             self.finish_update(home.pack.index)
@@ -716,6 +710,19 @@ def offload(
         offloaded.undo()
         raise
     return offloaded
+
+
+def _flat(values: Tensor, shape: tuple[int, ...]) -> Any:
+    """Return values as a flat fp32 array of a shape's elements; without a copy where they are that already."""
+    if (
+        type(values) is not Tensor
+        or values.device.type != "cpu"
+        or values.dtype != torch.float32
+        or tuple(values.shape) != shape
+        or not values.is_contiguous()
+    ):
+        values = torch.empty(shape, dtype=torch.float32).copy_(values)
+    return values.detach().view(-1).numpy()
 
 
 def seed_of(seed: int, name: str) -> int:
