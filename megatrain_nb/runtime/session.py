@@ -520,9 +520,7 @@ def _packed(*, moments: bool, weights: object) -> frozenset[What]:
     if weights is not False and weights != LOSSLESS:
         msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
         raise ArgumentError(msg)
-    kinds = (MOMENTS if moments == LOSSLESS else ()) + (
-        (What.WEIGHTS,) if weights else ()
-    )
+    kinds = (MOMENTS if moments else ()) + ((What.WEIGHTS,) if weights else ())
     return frozenset(kinds)
 
 
