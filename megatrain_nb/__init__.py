@@ -23,8 +23,20 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from megatrain_nb.runtime.callbacks import Callback, StepResult
+    from megatrain_nb.notebook.explore import explore
+    from megatrain_nb.plan.machine import Machine
+    from megatrain_nb.plan.planner import Plan
     from megatrain_nb.runtime.export import save_pretrained
+    from megatrain_nb.runtime.forecast import (
+        estimate,
+        largest_model,
+        least_ram_gb,
+        longest_sequence,
+        machines,
+        models,
+    )
     from megatrain_nb.runtime.load import from_config
+    from megatrain_nb.runtime.probe import probe
     from megatrain_nb.runtime.session import Session, current_session, init
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
@@ -34,12 +46,22 @@ __version__ = "0.1.0"
 # Importing this package costs milliseconds: torch and numba come with the first name used.
 _LAZY = {
     "Callback": "runtime.callbacks",
+    "Machine": "plan.machine",
+    "Plan": "plan.planner",
     "Session": "runtime.session",
     "StepResult": "runtime.callbacks",
     "Trainer": "runtime.trainer",
     "current_session": "runtime.session",
+    "estimate": "runtime.forecast",
+    "explore": "notebook.explore",
     "from_config": "runtime.load",
     "init": "runtime.session",
+    "largest_model": "runtime.forecast",
+    "least_ram_gb": "runtime.forecast",
+    "longest_sequence": "runtime.forecast",
+    "machines": "runtime.forecast",
+    "models": "runtime.forecast",
+    "probe": "runtime.probe",
     "save_pretrained": "runtime.export",
     "train_step": "runtime.wrap",
     "unwrap": "runtime.wrap",
@@ -51,16 +73,26 @@ __all__ = [
     "BudgetError",
     "Callback",
     "ChecksumError",
+    "Machine",
     "MegatrainError",
     "ModelError",
+    "Plan",
     "Session",
     "SessionError",
     "StepResult",
     "StoreError",
     "Trainer",
     "current_session",
+    "estimate",
+    "explore",
     "from_config",
     "init",
+    "largest_model",
+    "least_ram_gb",
+    "longest_sequence",
+    "machines",
+    "models",
+    "probe",
     "save_pretrained",
     "train_step",
     "unwrap",

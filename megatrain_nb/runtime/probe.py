@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import logging
 import os
@@ -31,17 +30,17 @@ from megatrain_nb.codec.split import Split
 from megatrain_nb.plan.machine import Machine, nominal
 from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.runtime import rss
+from megatrain_nb.runtime.forecast import cache_path, read_cache, session_directory
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import map_pages
 from megatrain_nb.store.owner import OwnerLock
 from megatrain_nb.store.preflight import check_directory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 logger = logging.getLogger("megatrain_nb")
 
-_FORMAT = 1
 _TILE_BYTES = 4 * TILE_NUMEL
 _IN_FLIGHT = 6
 _ROWS = (128, 512, 2048)
@@ -64,11 +63,15 @@ def probe(offload_dir: str | Path | None = None, *, refresh: bool = False) -> Ma
     What cannot be measured is assumed, and the result says so. The file is in ``$XDG_CACHE_HOME/megatrain_nb``
     (``~/.cache`` if that is not set), one for each machine and directory.
     """
-    directory = _directory(offload_dir)
-    path = _cache_path(directory)
-    if not refresh and (found := _read(path)) is not None:
+    directory = (
+        session_directory()
+        if offload_dir is None
+        else Path(offload_dir).expanduser().absolute()
+    )
+    if not refresh and (found := read_cache(directory)) is not None:
         return found
     machine = measure(directory)
+    path = cache_path(directory)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(machine.to_json())
@@ -270,38 +273,3 @@ def _pin_bytes() -> int:
     if torch.cuda.is_available() or limit == resource.RLIM_INFINITY:
         return half
     return min(limit, half)
-
-
-def _directory(given: str | Path | None) -> Path | None:
-    if given is not None:
-        return Path(given).expanduser().absolute()
-    from megatrain_nb.runtime.session import current_session  # noqa: PLC0415
-
-    session = current_session()
-    return None if session is None else session.preflight.path
-
-
-def _cache_path(directory: Path | None) -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return (
-        Path(home).expanduser()
-        / "megatrain_nb"
-        / f"machine-{_fingerprint(directory)}.json"
-    )
-
-
-def _fingerprint(directory: Path | None) -> str:
-    def parts() -> Iterator[object]:
-        yield from (_FORMAT, platform.node(), platform.machine(), physical_cores())
-        yield from (torch.__version__, torch.get_num_threads(), directory)
-        if torch.cuda.is_available():
-            yield torch.cuda.get_device_name()
-
-    return hashlib.sha256(repr(tuple(parts())).encode()).hexdigest()[:16]
-
-
-def _read(path: Path) -> Machine | None:
-    try:
-        return Machine.from_json(path.read_text())
-    except (OSError, ValueError, TypeError, KeyError):  # none, or of another version
-        return None
