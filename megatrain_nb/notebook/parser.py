@@ -157,10 +157,23 @@ def _commands() -> dict[str, _Parser]:
             f"--max-{tier}", type=_size, metavar="SIZE", help=f"budget for {what}"
         )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
+    probe = _Parser(
+        prog="%megatrain probe",
+        description="measure this machine (20 s, once); returns the Machine",
+    )
+    probe.add_argument("--refresh", action="store_true", help="measure again")
+    explore = _Parser(
+        prog="%megatrain explore",
+        description="where every byte would be, and how fast; returns the Explorer",
+    )
+    explore.add_argument("model", nargs="?", help="a name in the catalogue, or a path")
+    explore.add_argument("machine", nargs="?", help="a name in the catalogue")
     status = "show bytes per tier and the last step's times; returns the Status"
     return {
         "init": init,
         "status": _Parser(prog="%megatrain status", description=status),
+        "probe": probe,
+        "explore": explore,
         "close": _Parser(prog="%megatrain close", description="close the session"),
         "help": _Parser(prog="%megatrain help", description="show this overview"),
     }

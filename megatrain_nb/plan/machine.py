@@ -234,6 +234,13 @@ class Machine:
 
     __repr__ = __str__
 
+    def _repr_mimebundle_(self, **_: object) -> dict[str, str]:
+        # By name: pictures are the notebook's, which knows this layer and not the other way round.
+        from importlib import import_module  # noqa: PLC0415
+
+        draw = import_module("megatrain_nb.notebook.forecast").machine_html
+        return {"text/plain": str(self), "text/html": draw(self)}
+
 
 # What a nominal machine reaches of its makers' figures: matrix products of many rows in a decoder layer.
 SUSTAINED = 0.5

@@ -8,7 +8,7 @@ seconds) is computed from the model's shape and the machine's figures.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -105,10 +105,8 @@ class Plan:
         What each tier holds at its peak, item by item.
     problems
         Why it does not fit, one sentence each; empty where it fits.
-    simulated
-        One step in the middle of training.
-    least_seconds
-        By resource (``compute``, ``disk``, ``link``, ``memory``) the least time that a step takes there.
+    trained
+        Packs that are trained.
     """
 
     shape: Shape
@@ -121,8 +119,33 @@ class Plan:
     vram: tuple[Item, ...]
     disk: tuple[Item, ...]
     problems: tuple[str, ...]
-    simulated: Simulated
-    least_seconds: dict[str, float] = field(default_factory=dict)
+    trained: frozenset[int]
+
+    @cached_property
+    def simulated(self) -> Simulated:
+        """One step in the middle of training, on the machine's figures."""
+        spec, residency, machine = self._spec, self.residency, self.machine
+        order = range(len(spec.blocks))
+        moved = 0
+        if residency.disk_bytes:
+            traffic = step_traffic(spec, residency, order)
+            moved = traffic.read_bytes + traffic.written_bytes
+        times = self._work.times(self.kept, moved)
+        return Simulation(spec, residency, order, times, machine, self.trained).run()
+
+    @cached_property
+    def least_seconds(self) -> dict[str, float]:
+        """By resource (``compute``, ``disk``, ``link``, ``memory``) the least time that a step takes there."""
+        times = self._work.times(self.kept, 0)
+        return _least(self.machine, times, self.simulated, self._spec, self.trained)
+
+    @property
+    def _spec(self) -> ModelSpec:
+        return self.shape.spec(split=self.choices.bf16)
+
+    @property
+    def _work(self) -> _Work:
+        return _Work(self.shape, self.machine, self.choices)
 
     @property
     def fits(self) -> bool:
@@ -271,31 +294,19 @@ class Plan:
 def make_plan(shape: Shape, machine: Machine, choices: Choices) -> Plan:
     """Return the forecast of a run; it refuses nothing: what does not fit is in ``problems``."""
     spec = shape.spec(split=choices.bf16)
-    parts = [part for _, part in shape.blocks()]
-    trained = _trained(spec, choices.trainable)
     limit = choices.max_ram_bytes or machine.ram_bytes
     problems: list[str] = []
     own, chunking = _own_tensors(shape, machine, choices, spec, limit)
-    work = _Work(shape, machine, choices, parts)
+    work = _Work(shape, machine, choices)
     residency, kept = _residency(work, spec, limit, sum(own.values()), problems)
     vram: tuple[Item, ...] = ()
     if not machine.in_place:
         vram, chunking = _vram(shape, machine, choices, spec)
-    ram = _ram_items(spec, machine, residency, own, work.kept(kept), limit)
     need = disk_need_bytes(spec, residency)
     disk = (
-        (
-            Item("weights, gradients, moments", residency.disk_bytes),
-            Item("room to write new versions", need - residency.disk_bytes),
-        )
-        if need
-        else ()
+        Item("weights, gradients, moments", residency.disk_bytes),
+        Item("room to write new versions", need - residency.disk_bytes),
     )
-    order = range(len(spec.blocks))
-    traffic = step_traffic(spec, residency, order) if residency.disk_bytes else None
-    moved = traffic.read_bytes + traffic.written_bytes if traffic else 0
-    times = work.times(kept, moved)
-    done = Simulation(spec, residency, order, times, machine, trained).run()
     plan = Plan(
         shape=shape,
         machine=machine,
@@ -303,36 +314,33 @@ def make_plan(shape: Shape, machine: Machine, choices: Choices) -> Plan:
         residency=residency,
         kept=kept,
         chunking=chunking,
-        ram=ram,
+        ram=_ram_items(spec, machine, residency, own, work.kept(kept), limit),
         vram=vram,
-        disk=disk,
+        disk=disk if need else (),
         problems=(),
-        simulated=done,
-        least_seconds=_least(machine, work.times(kept, 0), done, spec, trained),
+        trained=_trained(spec, choices.trainable),
     )
-    for tier, have in plan.limits.items():
-        takes = {"vram": plan.peak_vram_bytes, "disk": plan.disk_bytes}.get(tier, 0)
-        if takes > have:
-            name = "device memory" if tier == "vram" else "disk"
-            problems.append(
-                f"{name}: {format_bytes(takes)} are needed, {format_bytes(have)} are there"
-            )
+    takes = {"vram": plan.peak_vram_bytes, "disk": plan.disk_bytes}
+    names = {"vram": "device memory", "disk": "disk"}
+    problems += [
+        f"{names[tier]}: {format_bytes(takes[tier])} are needed, {format_bytes(have)} are there"
+        for tier, have in plan.limits.items()
+        if takes.get(tier, 0) > have
+    ]
     return replace(plan, problems=tuple(problems))
 
 
 class _Work:
     """What a model computes on a machine, block by block."""
 
-    def __init__(
-        self, shape: Shape, machine: Machine, choices: Choices, parts: Sequence[Part]
-    ) -> None:
-        self._shape, self._machine, self._choices = shape, machine, choices
-        self._parts = parts
+    def __init__(self, shape: Shape, machine: Machine, choices: Choices) -> None:
+        self._shape, self.machine, self._choices = shape, machine, choices
+        self._parts = [part for _, part in shape.blocks()]
         self._by_part = {id(part): self._measure(part) for part in shape.parts}
 
     def kept_by_block(self) -> dict[int, int]:
         """Return what the calls of each block keep in one window."""
-        if not self._machine.in_place:
+        if not self.machine.in_place:
             return {}
         window, bf16 = self._choices.window, self._choices.bf16
         sizes = {
@@ -360,10 +368,10 @@ class _Work:
             forward, backward = self._by_part[id(part)]
             again = 0.0 if index in kept or index == last else forward
             found.append(BlockTimes(forward, again, backward))
-        if not self._machine.in_place or not io_bytes:
+        if not self.machine.in_place or not io_bytes:
             return found
         total = sum(t.forward_s + t.again_s + t.backward_s for t in found)
-        lost = io_bytes * self._machine.io_cpu_s_per_byte / self._machine.cores
+        lost = io_bytes * self.machine.io_cpu_s_per_byte / self.machine.cores
         factor = 1 + lost / total
         return [
             BlockTimes(t.forward_s * factor, t.again_s * factor, t.backward_s * factor)
@@ -372,7 +380,7 @@ class _Work:
 
     def _measure(self, part: Part) -> tuple[float, float]:
         """Return the seconds of forward and of backward for a whole window."""
-        choices, machine = self._choices, self._machine
+        choices, machine = self._choices, self.machine
         window, count = choices.window, choices.window.accumulation
         work = block_work(self._shape, part, window, bf16=choices.bf16)
         products = work.flops / machine.flops_per_s(work.rows, bf16=choices.bf16)
@@ -457,7 +465,7 @@ def _residency(
     if residency.disk_bytes and wanted:
         traffic = step_traffic(spec, residency, order)
         moved = traffic.read_bytes + traffic.written_bytes
-        machine = work._machine
+        machine = work.machine
         best = max(
             machine.read_bytes_per_s,
             machine.write_bytes_per_s,

@@ -16,13 +16,13 @@ from megatrain_nb.plan import advice, catalogue
 from megatrain_nb.plan.activation import Window
 from megatrain_nb.plan.machine import Machine, nominal
 from megatrain_nb.plan.planner import Choices, make_plan
+from megatrain_nb.plan.shape import Shape
 from megatrain_nb.units import parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatrain_nb.plan.planner import Plan
-    from megatrain_nb.plan.shape import Shape
 
 _FORMAT = 1
 _DTYPES = {"float32": False, "fp32": False, "bfloat16": True, "bf16": True}
@@ -165,6 +165,8 @@ def least_ram_gb(
 
 def find_shape(what: Any) -> Shape:
     """Return the shape of what `estimate` takes."""
+    if isinstance(what, Shape):
+        return what
     if isinstance(what, str) and "/" not in what and not what.endswith(".json"):
         return catalogue.model(what)
     if isinstance(what, str) and not Path(what).exists():
