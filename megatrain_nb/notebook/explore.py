@@ -70,9 +70,7 @@ class Explorer:
         self._shapes: dict[str, Shape] = {}
         self._machines: dict[str, Machine] = {}
         model, named = self._take_model(what), self._take_machine(machine)
-        self.plan: Plan = estimate(
-            self._shape(model), self._machine(named), **choices
-        )
+        self.plan: Plan = estimate(self._shape(model), self._machine(named), **choices)
         self.redraw_seconds = 0.0
         self._model, self._named = model, named
         self._handle: Any = None
@@ -165,7 +163,10 @@ class Explorer:
                 "bfloat16" if choices.bf16 else "float32",
             ),
             "seq_len": choose(
-                "tokens in a row", _with(_LENGTHS, window.seq_len), window.seq_len, slider
+                "tokens in a row",
+                _with(_LENGTHS, window.seq_len),
+                window.seq_len,
+                slider,
             ),
             "batch": choose(
                 "rows at once", _with(_COUNTS, window.batch), window.batch, slider
@@ -190,9 +191,7 @@ class Explorer:
         self._copy = CopyLines(self._lines())
         left = widgets.VBox([controls[n] for n in list(controls)[:6]])
         right = widgets.VBox([controls[n] for n in list(controls)[6:]])
-        grid = widgets.HBox(
-            [left, right], layout=widgets.Layout(flex_flow="row wrap")
-        )
+        grid = widgets.HBox([left, right], layout=widgets.Layout(flex_flow="row wrap"))
         return widgets.VBox([grid, self._copy.widget])
 
     def _listener(self, name: str) -> Callable[[Any], None]:

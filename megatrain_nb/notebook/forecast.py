@@ -66,7 +66,9 @@ def strip_html(plan: Plan) -> str:
     cells, seen = [], {}
     for block in spec.blocks:
         packs = set(block.packs)
-        level = sum(packs <= each for each in (stays.weights, stays.grads, stays.states))
+        level = sum(
+            packs <= each for each in (stays.weights, stays.grads, stays.states)
+        )
         seen[level] = _STAYS_TEXT[level]
         kept = ", keeps its activations" if block.index in plan.kept else ""
         size = spec.block_bytes(block.index)
@@ -299,5 +301,3 @@ def _key(colour: str, text: str) -> str:
         '<span style="display:inline-block;margin-right:14px"><span style="display:inline-block;width:10px;height:10px;'
         f'margin-right:5px;background-color:{colour}"></span>{escape(text)}</span>'
     )
-
-

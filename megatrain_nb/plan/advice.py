@@ -34,7 +34,11 @@ def advise(plan: Plan) -> tuple[str, ...]:
             "everything fits into memory: plain PyTorch trains it as fast, and nothing is read or written",
         )
     faster = sorted(
-        ((other.tokens_per_second, text) for text, other in _faster(plan) if other.fits),
+        (
+            (other.tokens_per_second, text)
+            for text, other in _faster(plan)
+            if other.fits
+        ),
         reverse=True,
     )
     better = [
@@ -54,10 +58,16 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
         thin = replace(window, batch=batch, accumulation=more)
         other = plan.changed(window=thin)
         if other.fits:
-            yield f"batch={batch} with accumulation={more}: the same tokens in a step", other
+            yield (
+                f"batch={batch} with accumulation={more}: the same tokens in a step",
+                other,
+            )
             break
     if not choices.bf16:
-        yield 'dtype="bfloat16": bf16 compute with an fp32 master', plan.changed(bf16=True)
+        yield (
+            'dtype="bfloat16": bf16 compute with an fp32 master',
+            plan.changed(bf16=True),
+        )
     for tier in ("ram", "disk"):
         need = _least_budget(plan, tier)
         have = plan.machine.ram_bytes if tier == "ram" else plan.machine.disk_bytes

@@ -45,8 +45,13 @@ if TYPE_CHECKING:
 # Weights of so many blocks are on a device at once: one computes, one comes, one is still there.
 SLOTS = 3
 
-# What torch takes beside the tensors: buffers of the matrix library, threads, holes in the heap.
-_OWN_BYTES = 60_000_000
+# What torch takes beside the tensors: buffers of the matrix library, threads, holes in the heap. Measured on small
+# models (docs/forecast.md); more where it computes in bf16, whose operations make fp32 copies.
+_OWN_BYTES, _OWN_BF16_BYTES = 100_000_000, 120_000_000
+
+# Freed memory between tensors that are kept waits in the heap: half of them, where they are small and few; of more
+# and larger ones the system takes it back (`megatrain_nb.runtime.heap`). Measured, as above.
+_HOLES_SHARE, _HOLES_BYTES = 0.55, 6.8e3
 _CONTEXT_BYTES = 500_000_000
 
 # While a block is in backward: what it keeps, gradients of it, and what the operation in progress makes.
@@ -236,9 +241,7 @@ class Plan:
         """Years of training without a pause until the drives' warranted writes are used up; inf if unknown."""
         if not self.written_bytes_per_step or not self.machine.endurance_bytes:
             return math.inf
-        return (
-            self.machine.endurance_bytes / (self.written_bytes_per_day * 365.25)
-        )
+        return self.machine.endurance_bytes / (self.written_bytes_per_day * 365.25)
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -404,26 +407,23 @@ def _own_tensors(
     shape: Shape, machine: Machine, choices: Choices, spec: ModelSpec, limit: int
 ) -> tuple[dict[str, int], Chunking | None]:
     """Return what the model's own tensors take in RAM while blocks stream, by what they are."""
-    if not machine.in_place:
-        return {"torch's own": _OWN_BYTES}, None
     window, bf16 = choices.window, choices.bf16
+    beside = _OWN_BF16_BYTES if bf16 else _OWN_BYTES
+    if not machine.in_place:
+        return {"torch's own": beside}, None
     room = max(0, limit - working_bytes(spec))
     logits, chunking = logits_bytes(shape, window, room_bytes=room)
     one = replace(window, accumulation=1)
     largest = max(kept_bytes(shape, part, one, bf16=bf16) for part in shape.parts)
     gradient = max(
-        (
-            math.prod(params) * 4
-            for part in shape.parts
-            for _, params in part.params
-        ),
+        (math.prod(params) * 4 for part in shape.parts for _, params in part.params),
         default=0,
     )
     block = round(_BACKWARD_SHARE * largest)
     return {
         "inputs of the blocks": border_bytes(shape, window, bf16=bf16),
         "one block's activations": max(block, logits) + gradient,
-        "torch's own": _OWN_BYTES,
+        "torch's own": beside,
     }, chunking
 
 
@@ -435,6 +435,7 @@ def _residency(
     reserved = settled(limit, own)
     sizes = work.kept_by_block()
     wanted = with_margin(sum(sizes.values()))
+    wanted += _holes(wanted)
     order = range(len(spec.blocks))
     if own > max(room, 0):
         problems.append(
@@ -472,12 +473,13 @@ def _residency(
             machine.mixed_bytes_per_s,
         )
         compute = sum(
-            t.forward_s + t.again_s + t.backward_s
-            for t in work.times(frozenset(), 0)
+            t.forward_s + t.again_s + t.backward_s for t in work.times(frozenset(), 0)
         )
         if prefers_kept({"compute": compute, "disk": moved / best}, now=False):
             residency = plan(1.0)
-    kept = choose_kept(sizes, order, limit_bytes=residency.keep_bytes)
+    # What keeping costs beside its bytes is set aside with them.
+    holes = _holes(sum(sizes.values()))
+    kept = choose_kept(sizes, order, limit_bytes=residency.keep_bytes - holes)
     return residency, kept
 
 
@@ -527,9 +529,14 @@ def _ram_items(
         Item("buffers for what streams", buffers),
         *(Item(name, num_bytes) for name, num_bytes in own.items()),
         Item("activations that are kept", kept),
+        Item("holes between those", _holes(kept)),
         Item("Python and torch", machine.framework_bytes),
     ]
     return tuple(item for item in items if item.num_bytes)
+
+
+def _holes(kept: int) -> int:
+    return round(min(_HOLES_SHARE * kept, _HOLES_BYTES * math.sqrt(kept)))
 
 
 def _least(

@@ -264,7 +264,10 @@ class Simulation:
                 self._compute(action, turning=action.block == self._order[-1])
             else:
                 needed = self._packs(ahead)
-                self._free((p for p in packs if p not in needed), soon)
+                # The last block of a forward leaves as backward begins, which ends with the first ones.
+                turned = action.block == self._order[-1]
+                keep = self._first if turned else soon
+                self._free((p for p in packs if p not in needed), keep)
 
     def _read(self, packs: Iterable[int]) -> None:
         for pack in packs:
@@ -307,9 +310,7 @@ class Simulation:
         backward = turning or action.kind is Kind.BACKWARD
         for pack in block.packs:
             self._load(pack)
-        if (
-            action.kind is Kind.BACKWARD and action.block in self._order[:NUM_FIRST]
-        ):
+        if action.kind is Kind.BACKWARD and action.block in self._order[:NUM_FIRST]:
             for pack in block.packs:  # a step follows, and the next forward
                 self._read_for_update(pack, grads=False)
         if backward:

@@ -213,7 +213,9 @@ def _disk(directory: Path) -> dict[str, object]:
         def mixed(index: int) -> object:
             return get(index) if index % 2 else put(index)
 
-        _stream(put, count)  # the file grows; space that is used again is written faster
+        _stream(
+            put, count
+        )  # the file grows; space that is used again is written faster
         cpu = time.process_time()
         rates = [
             count * _TILE_BYTES / _stream(move, count) for move in (put, get, mixed)

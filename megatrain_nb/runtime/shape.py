@@ -83,7 +83,9 @@ def draft(config: Any, architecture: str = "") -> nn.Module:
                 return found._from_config(config)  # type: ignore[no-any-return]
             return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        msg = f"transformers cannot make a model of this {type(config).__name__}: {error}"
+        msg = (
+            f"transformers cannot make a model of this {type(config).__name__}: {error}"
+        )
         raise ArgumentError(msg) from error
 
 

@@ -40,7 +40,7 @@ class Case:
     family: str = "llama"
     config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
-    clip: float = 1.0
+    clip: float | None = 1.0
     warm_up: int = 4
     steps: int = 3
 
@@ -49,7 +49,12 @@ def _case(ram_gb: float, *window: int, family: str = "llama", **config: Any) -> 
     dtype = config.pop("dtype", "float32")
     clip = config.pop("clip", 1.0)
     return Case(
-        ram_gb, (*window,), family, _LLAMA | config, dtype=dtype, clip=clip  # type: ignore[arg-type]
+        ram_gb,
+        (*window,),
+        family,
+        _LLAMA | config,
+        dtype=dtype,
+        clip=clip,  # type: ignore[arg-type]
     )
 
 
@@ -60,7 +65,7 @@ CASES = {
     "all in RAM, tied": _case(4, 1, 128, 1, tie_word_embeddings=True),
     "0.3 GB": _case(0.3, 1, 128, 1),
     "0.3 GB, accumulation 4": _case(0.3, 1, 64, 4),
-    "0.3 GB, no clipping": _case(0.3, 1, 128, 1, clip=0.0),
+    "0.3 GB, no clipping": _case(0.3, 1, 128, 1, clip=None),
     "0.4 GB": _case(0.4, 1, 128, 1),
     "0.4 GB, 1 x 256": _case(0.4, 1, 256, 1),
     "0.4 GB, 2 x 128 x 2": _case(0.4, 2, 128, 2),
