@@ -6,6 +6,7 @@ Start with ``mt.init(offload_dir=...)``, then ``mt.Trainer`` or ``mt.wrap``; in 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
 
 __version__ = "0.1.0"
+
+# torch then asks for huge pages for tensors of 2 MiB and more: a step of the benchmark's thin micro-batches has 1 page
+# fault where it had 250, a thirtieth of its time. torch looks when it makes the first tensor, so it is said here.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # Importing this package costs milliseconds: torch and numba come with the first name used.
 _LAZY = {

@@ -87,15 +87,15 @@ class Session:
         max_vram_bytes: int | None,
         device: Device,
     ) -> None:
-        heap.return_freed_memory()
+        self.max_ram_bytes = max_ram_bytes or round(
+            _DEFAULT_RAM_SHARE * rss.available_bytes()
+        )
+        heap.return_freed_memory(self.max_ram_bytes)
         load_code()
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
         self.max_disk_bytes = max_disk_bytes
-        self.max_ram_bytes = max_ram_bytes or round(
-            _DEFAULT_RAM_SHARE * rss.available_bytes()
-        )
         self.max_resident_bytes: int | None = None
         self.max_kept_bytes: int | None = None
         self.keep_share: float | None = None

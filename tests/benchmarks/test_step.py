@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -47,9 +48,13 @@ class Worker:
     """A process that takes one step for each line."""
 
     def __init__(self, *arguments: str) -> None:
+        environment = dict(os.environ)
+        if arguments[0] == "plain":  # torch as it is without this package
+            environment["THP_MEM_ALLOC_ENABLE"] = "0"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.benchmarks.work", *arguments],
             cwd=ROOT,
+            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
