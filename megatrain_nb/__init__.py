@@ -23,10 +23,10 @@ from megatrain_nb.errors import (
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
-    from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.notebook.explore import explore
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.forecast import (
         estimate,

@@ -183,7 +183,7 @@ def machine_html(machine: Machine) -> str:
 
 def plan_figure(plan: Plan) -> Figure:
     """Return bars by tier with limits, and the timeline of a step, as a plotly figure."""
-    from plotly.graph_objects import Bar, Figure, Scatter  # noqa: PLC0415 - slow to import
+    from plotly.graph_objects import Bar, Scatter  # noqa: PLC0415 - slow to import
     from plotly.subplots import make_subplots  # noqa: PLC0415
 
     figure: Figure = make_subplots(

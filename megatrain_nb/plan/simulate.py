@@ -369,7 +369,7 @@ class Simulation:
             )
 
     def _need_gradients(self, packs: Iterable[int]) -> None:
-        """A gradient that was begun by another block (tied weights) and left comes back."""
+        """Bring a gradient back that another block has begun (tied weights) and that left."""
         for pack in packs:
             key = ("grads", pack)
             if pack in self._trained and self._disk.has_written(key):

@@ -30,7 +30,7 @@ _DTYPES = {"float32": False, "fp32": False, "bfloat16": True, "bf16": True}
 Machinelike = Machine | str | dict[str, Any] | None
 
 
-def estimate(
+def estimate(  # noqa: PLR0913 - what a person may say of a run
     what: Any,
     machine: Machinelike = None,
     *,

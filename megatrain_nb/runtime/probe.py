@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from megatrain_nb.codec.split import Split
 from megatrain_nb.errors import MegatrainError
 from megatrain_nb.optim.adamw import (
     Segment,
@@ -26,7 +27,6 @@ from megatrain_nb.optim.adamw import (
     warm_up,
 )
 from megatrain_nb.optim.config import AdamWConfig
-from megatrain_nb.codec.split import Split
 from megatrain_nb.plan.machine import Machine, nominal
 from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.runtime import rss

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from megatrain_nb.plan.machine import Machine
-from megatrain_nb.plan.planner import Plan
+if TYPE_CHECKING:
+    from megatrain_nb.plan.machine import Machine
+    from megatrain_nb.plan.planner import Plan
 
 ROOT = Path(__file__).parents[2]
 MAX_OVER = 1.10  # the plan of the peak over the measured peak

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from megatrain_nb.plan.machine import Machine
 from megatrain_nb.runtime import probe
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatrain_nb.plan.machine import Machine
 
 
 @pytest.fixture(scope="module")
