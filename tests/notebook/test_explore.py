@@ -107,11 +107,11 @@ def test_the_strip_says_what_stays() -> None:
     strip = forecast.strip_html(plan)
     resident = plan.residency
     assert strip.count("weights stay") >= bool(resident.weights - resident.grads)
-    assert len(re.findall(r'title="model', strip)) == len(plan.shape.spec().blocks)
+    assert strip.count('title="') == len(plan.shape.spec().blocks)
 
 
 def test_a_figure_has_tiers_and_lanes() -> None:
-    plan = mt.estimate("llama-3.2-1b", "rtx-4090", seq_len=512)
+    plan = mt.estimate("llama-3.2-1b", "rtx-4090", seq_len=512, max_ram_gb=12)
     figure = plan.figure()
     assert isinstance(figure, Figure)
     names = {trace.name for trace in figure.data}
