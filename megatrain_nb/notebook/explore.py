@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.notebook.forecast import plan_html
 from megatrain_nb.notebook.lines import magic_line, python_lines
 from megatrain_nb.plan import catalogue
-from megatrain_nb.plan.activation import Window
-from megatrain_nb.plan.planner import Choices, make_plan
+from megatrain_nb.plan.planner import make_plan
 from megatrain_nb.plan.report import as_text
 from megatrain_nb.runtime.forecast import find_machine, find_shape, read_cache
 
@@ -29,6 +29,7 @@ _THIS = "this machine"
 _GIVEN = "the given one"
 _LENGTHS = [2**power for power in range(6, 18)]
 _COUNTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+_SIZES = ("ram", "vram", "disk", "read", "write", "link")
 _DISK_DIR = "/nvme/scratch"
 
 
@@ -72,10 +73,12 @@ class Explorer:
         model, named = self._take_model(what), self._take_machine(machine)
         self.plan: Plan = estimate(self._shape(model), self._machine(named), **choices)
         self.redraw_seconds = 0.0
+        self._given = self.plan.choices
         self._model, self._named = model, named
         self._handle: Any = None
         self._controls: dict[str, Any] = {}
         self._filling = False
+        self._moved: dict[str, Any] = {}
 
     # -- what is chosen -----------------------------------------------------------------------------------
 
@@ -124,7 +127,7 @@ class Explorer:
 
         window, choices = self.plan.choices.window, self.plan.choices
         machine = self.plan.machine
-        wide = widgets.Layout(width="460px")
+        wide = widgets.Layout(width="410px")
         style = {"description_width": "130px"}
 
         def choose(name: str, options: Any, value: Any, kind: Any = None) -> Any:
@@ -204,8 +207,18 @@ class Explorer:
     def _change(self, name: str) -> None:
         start = time.perf_counter()
         if name == "machine":
+            self._given = replace(
+                self._given,
+                max_ram_bytes=None,
+                max_vram_bytes=None,
+                max_disk_bytes=None,
+            )
             self._named = self._controls["machine"].value
+            for size in _SIZES:
+                self._moved.pop(size, None)
             self._fill(self._machine(self._named))
+        else:
+            self._moved[name] = self._controls[name].value
         self.plan = self._planned()
         self._draw()
         self.redraw_seconds = time.perf_counter() - start
@@ -216,42 +229,50 @@ class Explorer:
         self._copy.show(self._lines())
 
     def _planned(self) -> Plan:
-        controls = {name: control.value for name, control in self._controls.items()}
-        machine = self._machine(self._named).changed(
-            disk_bytes=round(controls["disk"] * 1e9)
-        )
-        read, write = controls["read"] * 1e9, controls["write"] * 1e9
+        """Return the plan with what was moved; a slider that was not stands near its value, not at it."""
+        moved, base = self._moved, self._machine(self._named)
+        read = moved["read"] * 1e9 if "read" in moved else base.read_bytes_per_s
+        write = moved["write"] * 1e9 if "write" in moved else base.write_bytes_per_s
         # Both at once change as much as each alone does.
-        share = (1 / machine.read_bytes_per_s + 1 / machine.write_bytes_per_s) / (
-            1 / read + 1 / write
-        )
-        machine = machine.changed(
-            read_bytes_per_s=read,
-            write_bytes_per_s=write,
-            mixed_bytes_per_s=machine.mixed_bytes_per_s * share,
-            ram_bytes=max(machine.ram_bytes, round(controls["ram"] * 1e9)),
-        )
-        vram = None
-        if not machine.in_place:
-            link = controls["link"] * 1e9
-            vram = round(controls["vram"] * 1e9)
-            machine = machine.changed(
-                onload_bytes_per_s=link,
-                offload_bytes_per_s=link,
-                vram_bytes=max(machine.vram_bytes, vram),
+        before = 1 / base.read_bytes_per_s + 1 / base.write_bytes_per_s
+        figures: dict[str, Any] = {
+            "read_bytes_per_s": read,
+            "write_bytes_per_s": write,
+            "mixed_bytes_per_s": base.mixed_bytes_per_s
+            * before
+            / (1 / read + 1 / write),
+        }
+        budgets = {
+            name: round(moved[name] * 1e9) if name in moved else None
+            for name in ("ram", "vram", "disk")
+        }
+        if "link" in moved:
+            figures |= dict.fromkeys(
+                ("onload_bytes_per_s", "offload_bytes_per_s"), moved["link"] * 1e9
             )
-        choices = Choices(
-            window=Window(
-                batch=controls["batch"],
-                seq_len=controls["seq_len"],
-                accumulation=controls["accumulation"],
+        for name, size in budgets.items():
+            if size is not None and (name != "vram" or not base.in_place):
+                had = getattr(base, f"{name}_bytes")
+                figures[f"{name}_bytes"] = max(had, size)
+        choices, window = self.plan.choices, self.plan.choices.window
+        choices = replace(
+            choices,
+            window=replace(
+                window,
+                **{
+                    name: moved[name]
+                    for name in ("batch", "seq_len", "accumulation")
+                    if name in moved
+                },
             ),
-            bf16=controls["dtype"] == "bfloat16",
-            max_ram_bytes=round(controls["ram"] * 1e9),
-            max_vram_bytes=vram,
-            max_disk_bytes=round(controls["disk"] * 1e9),
+            bf16=moved.get("dtype", "bfloat16" if choices.bf16 else "float32")
+            == "bfloat16",
+            max_ram_bytes=budgets["ram"] or self._given.max_ram_bytes,
+            max_vram_bytes=budgets["vram"] or self._given.max_vram_bytes,
+            max_disk_bytes=budgets["disk"] or self._given.max_disk_bytes,
         )
-        return make_plan(self._shape(controls["model"]), machine, choices)
+        shape = self._shape(moved.get("model", self._model))
+        return make_plan(shape, base.changed(**figures), choices)
 
     def _fill(self, machine: Machine) -> None:
         """Let the sliders show another machine's figures."""
@@ -286,7 +307,7 @@ class CopyLines:
         import anywidget  # noqa: PLC0415 - slow to import
         import traitlets  # noqa: PLC0415
 
-        class Lines(anywidget.AnyWidget):  # type: ignore[misc]
+        class Lines(anywidget.AnyWidget):
             _esm = _COPY
             _css = _COPY_STYLE
             text = traitlets.Unicode().tag(sync=True)

@@ -17,11 +17,14 @@ COLOURS = {
     "gradients": "#1fa37a",
     "Adam's moments": "#e69f00",
     "buffers for what streams": "#56b4e9",
+    "gradients of one block": "#1fa37a",
     "inputs of the blocks": "#cc79a7",
     "one block's activations": "#d55e00",
     "activations": "#d55e00",
     "activations that are kept": "#a0522d",
     "logits": "#b8860b",
+    "holes between those": "#c8a08a",
+    "room to write new versions": "#56b4e9",
     "Python and torch": "#8c8c8c",
 }
 OTHER = "#707a8a"
@@ -93,7 +96,7 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
     found += [("to do", text) for text in plan.advice]
     assumed = plan.machine.assumed
     if assumed:
-        whole = len(assumed) > 15
+        whole = len(assumed) > 10
         found.append(
             (
                 "assumed",

@@ -80,8 +80,10 @@ def draft(config: Any, architecture: str = "") -> nn.Module:
     try:
         with torch.device("meta"):
             if found is not None:
-                return found._from_config(config)  # type: ignore[no-any-return]
-            return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+                made: nn.Module = found._from_config(config)
+            else:
+                made = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            return made
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         msg = (
             f"transformers cannot make a model of this {type(config).__name__}: {error}"

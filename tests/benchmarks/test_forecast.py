@@ -46,17 +46,18 @@ class Case:
     steps: int = 3
 
 
-def _case(ram_gb: float, *window: int, family: str = "llama", **config: Any) -> Case:
+def _case(
+    ram_gb: float,
+    batch: int,
+    length: int,
+    count: int,
+    family: str = "llama",
+    **config: Any,
+) -> Case:
     dtype = config.pop("dtype", "float32")
     clip = config.pop("clip", 1.0)
-    return Case(
-        ram_gb,
-        (*window,),
-        family,
-        _LLAMA | config,
-        dtype=dtype,
-        clip=clip,  # type: ignore[arg-type]
-    )
+    values = _LLAMA | config
+    return Case(ram_gb, (batch, length, count), family, values, dtype=dtype, clip=clip)
 
 
 CASES = {

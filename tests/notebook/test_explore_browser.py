@@ -29,7 +29,8 @@ SETUP = """\
 %load_ext megatrain_nb
 explorer = %megatrain explore llama-3.1-8b rtx-4090
 explorer"""
-MAX_MS = 100
+# On a quiet machine (make bench), and on one that also does other things.
+MAX_MS, MAX_BUSY_MS = 100, 2000
 
 # Presses a key in a slider and waits for other text in the picture; in milliseconds, by the page's own clock.
 PRESS = """(key) => new Promise((resolve) => {
@@ -45,7 +46,9 @@ PRESS = """(key) => new Promise((resolve) => {
 })"""
 
 
-def test_the_explorer_in_jupyterlab(lab: str, browser: Any, tmp_path: Path) -> None:
+def test_the_explorer_in_jupyterlab(
+    lab: str, browser: Any, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     write_notebook(tmp_path / "explore.ipynb", SETUP)
     page = open_notebook(browser, lab, "explore.ipynb")
     command(page, "notebook:run-all-cells")
@@ -53,9 +56,7 @@ def test_the_explorer_in_jupyterlab(lab: str, browser: Any, tmp_path: Path) -> N
     shots = os.environ.get("MEGATRAIN_SHOTS")
     if shots:  # for a person to look at
         shoot(page, Path(shots))
-    slider = page.locator(
-        ".widget-hslider:has-text('micro-batches') .noUi-handle"
-    )
+    slider = page.locator(".widget-hslider:has-text('micro-batches') .noUi-handle")
     slider.wait_for(timeout=30_000)
     slider.focus()
     times = [page.evaluate(PRESS, key) for key in ["ArrowRight", "ArrowLeft"] * 6][2:]
@@ -78,7 +79,8 @@ def test_the_explorer_in_jupyterlab(lab: str, browser: Any, tmp_path: Path) -> N
     page.locator("text=/Where every byte is/").first.wait_for(timeout=10_000)
     bar = page.locator(".jp-OutputArea-output div[title^='weights of']").first
     assert bar.bounding_box()["width"] > 10
-    assert median(times) < MAX_MS
+    quiet = request.config.getoption("--benchmark-enable")
+    assert median(times) < (MAX_MS if quiet else MAX_BUSY_MS)
 
 
 def shoot(page: Any, folder: Path) -> None:
