@@ -47,12 +47,18 @@ SLOTS = 3
 
 # What torch takes beside the tensors: buffers of the matrix library, threads, holes in the heap. Measured on small
 # models (docs/forecast.md); more where it computes in bf16, whose operations make fp32 copies.
-_OWN_BYTES, _OWN_BF16_BYTES = 100_000_000, 120_000_000
+_OWN_BYTES, _OWN_BF16_BYTES = 80_000_000, 90_000_000
+
+# Runs of the same model differ by so much; a session sets aside what it has seen, a plan names the most.
+_SPREAD_BYTES = 36_000_000
 
 # Freed memory between tensors that are kept waits in the heap: half of them, where they are small and few; of more
 # and larger ones the system takes it back (`megatrain_nb.runtime.heap`). Measured, as above.
 _HOLES_SHARE, _HOLES_BYTES = 0.55, 6.8e3
 _CONTEXT_BYTES = 500_000_000
+
+# Tensors of 2 MiB and more lie in huge pages, and what is learned of their sum is a little old.
+_ROUNDING_BYTES = 16_000_000
 
 # While a block is in backward: what it keeps, gradients of it, and what the operation in progress makes.
 _BACKWARD_SHARE = 1.4
@@ -183,7 +189,8 @@ class Plan:
         choices, machine = self.choices, self.machine
         found = {
             "ram": (choices.max_ram_bytes or machine.ram_bytes)
-            + machine.framework_bytes,
+            + machine.framework_bytes
+            + _ROUNDING_BYTES,
             "disk": min(
                 choices.max_disk_bytes or machine.disk_bytes, machine.disk_bytes
             ),
@@ -517,20 +524,24 @@ def _ram_items(
     limit: int,
 ) -> tuple[Item, ...]:
     packs = spec.packs
-    # Where something streams, slabs of all sizes wait for reuse until the pool is at its limit.
+    beside = {
+        **own,
+        "activations that are kept": kept,
+        "holes between those": _holes(kept),
+        "what runs differ by": _SPREAD_BYTES,
+    }
+    # Where something streams, slabs of all sizes wait for reuse until the budget is used up.
     buffers = residency.working_bytes
     if residency.disk_bytes:
-        pool = limit - residency.activation_bytes - residency.keep_bytes
-        buffers = max(buffers, pool - residency.resident_bytes)
+        left = limit - residency.resident_bytes - sum(beside.values())
+        buffers = max(working_bytes(spec), left)
     items = [
         Item("weights", sum(packs[p].weight_bytes for p in residency.weights)),
         Item("gradients", sum(packs[p].grad_bytes for p in residency.grads)),
         Item("Adam's moments", sum(packs[p].states_bytes for p in residency.states)),
         Item("buffers for what streams", buffers),
-        *(Item(name, num_bytes) for name, num_bytes in own.items()),
-        Item("activations that are kept", kept),
-        Item("holes between those", _holes(kept)),
-        Item("Python and torch", machine.framework_bytes),
+        *(Item(name, num_bytes) for name, num_bytes in beside.items()),
+        Item("Python and torch", machine.framework_bytes + _ROUNDING_BYTES),
     ]
     return tuple(item for item in items if item.num_bytes)
 

@@ -42,7 +42,7 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     clip: float | None = 1.0
-    warm_up: int = 4
+    warm_up: int = 5
     steps: int = 3
 
 
@@ -123,6 +123,7 @@ def forecast(case: Case, machine: Machine) -> Plan:
     )
 
 
+@pytest.mark.timeout(3600)
 def test_forecast(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Print every case; fail where memory is above the plan, or bytes or seconds are off too often."""
     if not request.config.getoption("--benchmark-enable"):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("typed", "word", "candidates"),
     [
-        ("", "", ["init", "status", "close", "help"]),
+        ("", "", ["init", "status", "probe", "explore", "close", "help"]),
         ("in", "in", ["init"]),
         ("init --max-v", "--max-v", ["--max-vram"]),
         ("init --max-ram ", "", []),

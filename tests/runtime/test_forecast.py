@@ -31,15 +31,18 @@ def test_names_need_no_torch() -> None:
 
 
 def test_an_estimate_takes_milliseconds() -> None:
-    """CPU time, since other work on the machine would count otherwise."""
-    slow = {}
-    for name in catalogue.models():
-        mt.estimate(name, "h100").step_seconds  # noqa: B018 - the file is read once
+    """CPU time, the least of three, since other work on the machine would count otherwise."""
+
+    def seconds(name: str, seq_len: int) -> float:
         start = time.process_time()
-        mt.estimate(name, "h100", seq_len=512).step_seconds  # noqa: B018
-        seconds = time.process_time() - start
-        if seconds > 0.05:
-            slow[name] = seconds
+        mt.estimate(name, "h100", seq_len=seq_len).step_seconds  # noqa: B018
+        return time.process_time() - start
+
+    slow = {
+        name: least
+        for name in catalogue.models()
+        if (least := min(seconds(name, length) for length in (512, 1024, 2048))) > 0.05
+    }
     assert not slow
 
 
