@@ -13,6 +13,7 @@ from IPython.core.completer import (
 )
 
 from megatrain_nb.notebook.parser import COMMANDS, options_of
+from megatrain_nb.plan import catalogue
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
@@ -57,6 +58,8 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
         return word, _directories(word)
     elif before[-1] == "--device":
         choices = ["cpu", "cuda"]
+    elif before[0] == "explore" and not word.startswith("-"):
+        choices = list(catalogue.models() if len(before) == 1 else catalogue.machines())
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:

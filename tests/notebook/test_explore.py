@@ -9,6 +9,7 @@ from plotly.graph_objects import Figure
 
 import megatrain_nb as mt
 from megatrain_nb.notebook import forecast
+from megatrain_nb.notebook.complete import candidates_for
 from megatrain_nb.notebook.explore import Explorer
 from megatrain_nb.notebook.lines import magic_line, python_lines
 from megatrain_nb.notebook.parser import parse_line
@@ -128,3 +129,20 @@ def test_what_does_not_fit_is_shown_as_well() -> None:
     html = forecast.plan_html(plan)
     assert "does not fit" in html
     assert "(too much)" in html
+
+
+def test_the_magics_take_names() -> None:
+    args = parse_line("explore qwen3-8b h100")
+    assert (args.model, args.machine) == ("qwen3-8b", "h100")
+    assert parse_line("explore").model is None
+    assert parse_line("probe --refresh").refresh
+    assert not parse_line("probe").refresh
+    assert candidates_for("explore qwen3-8")[1] == ["qwen3-8b"]
+    assert "h100" in candidates_for("explore qwen3-8b ")[1]
+
+
+def test_a_machine_shows_itself() -> None:
+    machine = mt.estimate("gpt2", "rtx-4090").machine
+    html = machine._repr_mimebundle_()["text/html"]
+    for word in ("disk, read", "link to the device", "assumed"):
+        assert word in html
