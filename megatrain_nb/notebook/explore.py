@@ -119,6 +119,9 @@ class Explorer:
             display(self._make_controls())
         self._handle = display(self._bundle(), raw=True, display_id=True)
 
+    def __repr__(self) -> str:
+        return as_text(self.plan)
+
     def _bundle(self) -> dict[str, str]:
         return {"text/html": plan_html(self.plan), "text/plain": as_text(self.plan)}
 
