@@ -50,6 +50,10 @@ _EAGER = {"gemma2": 2.0, "gpt_oss": 1.0}
 
 _FP32, _BF16 = 4, 2
 
+# Whatever is no matrix product, as passes over what is kept: measured on decoder layers of 3 and 13 M parameters, on a
+# CPU. In bf16 as well, as if it were fp32: a CPU computes such operations in fp32.
+_PASSES = 10.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
@@ -160,7 +164,7 @@ class Work:
     rows: float
 
 
-def block_work(shape: Shape, part: Part, window: Window, *, bf16: bool) -> Work:
+def block_work(shape: Shape, part: Part, window: Window) -> Work:
     """Return what one micro-batch computes in one block of a part.
 
     Notes
@@ -185,5 +189,4 @@ def block_work(shape: Shape, part: Part, window: Window, *, bf16: bool) -> Work:
     if part.kind == "layer":
         flops += 4.0 * rows * window.seq_len * dims.query
     each = rows * dims.experts_per_token / dims.experts if thin else rows
-    kept = kept_bytes(shape, part, window, bf16=bf16)
-    return Work(flops, 3.0 * kept, each)
+    return Work(flops, _PASSES * kept_bytes(shape, part, window, bf16=False), each)

@@ -119,11 +119,15 @@ def _faster(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if not choices.bf16:
         yield 'dtype="bfloat16"', plan.changed(bf16=True)
     if plan.bound_by != "compute":
-        more = window.accumulation * 8
-        yield (
-            f"accumulation={more}: the weights are moved once for more tokens",
-            plan.changed(window=replace(window, accumulation=more)),
-        )
+        for factor in (8, 4, 2):
+            more = window.accumulation * factor
+            other = plan.changed(window=replace(window, accumulation=more))
+            if other.fits:
+                yield (
+                    f"accumulation={more}: the weights are moved once for more tokens",
+                    other,
+                )
+                break
         if choices.max_ram_bytes and choices.max_ram_bytes < plan.machine.ram_bytes:
             yield (
                 f"max_ram_gb={plan.machine.ram_bytes / 1e9:.3g}, all that is free here",

@@ -43,7 +43,7 @@ logger = logging.getLogger("megatrain_nb")
 
 _TILE_BYTES = 4 * TILE_NUMEL
 _IN_FLIGHT = 6
-_ROWS = (128, 512, 2048)
+_ROWS = (32, 128, 512, 2048)
 _WIDTHS = (1024, 2816)  # of the matrix in a product: a small model's MLP
 
 
