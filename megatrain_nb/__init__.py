@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from megatrain_nb.notebook.explore import explore
+    from megatrain_nb.notebook.replay import replay
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.planner import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     )
     from megatrain_nb.runtime.load import from_config
     from megatrain_nb.runtime.probe import probe
+    from megatrain_nb.runtime.recode import recompress
+    from megatrain_nb.runtime.recording import export_trace, record
     from megatrain_nb.runtime.session import Session, current_session, init
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
@@ -59,6 +62,7 @@ _LAZY = {
     "current_session": "runtime.session",
     "estimate": "runtime.forecast",
     "explore": "notebook.explore",
+    "export_trace": "runtime.recording",
     "from_config": "runtime.load",
     "init": "runtime.session",
     "largest_model": "runtime.forecast",
@@ -67,6 +71,9 @@ _LAZY = {
     "machines": "runtime.forecast",
     "models": "runtime.forecast",
     "probe": "runtime.probe",
+    "recompress": "runtime.recode",
+    "record": "runtime.recording",
+    "replay": "notebook.replay",
     "save_pretrained": "runtime.export",
     "train_step": "runtime.wrap",
     "unwrap": "runtime.wrap",
@@ -90,6 +97,7 @@ __all__ = [
     "current_session",
     "estimate",
     "explore",
+    "export_trace",
     "from_config",
     "init",
     "largest_model",
@@ -98,6 +106,9 @@ __all__ = [
     "machines",
     "models",
     "probe",
+    "recompress",
+    "record",
+    "replay",
     "save_pretrained",
     "train_step",
     "unwrap",

@@ -13,12 +13,16 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from megatrain_nb.codec import split
+from megatrain_nb.codec.choice import Compression, parse_compression
 from megatrain_nb.errors import ArgumentError, SessionError
+from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
-from megatrain_nb.runtime.device import open_device
+from megatrain_nb.runtime.controls import Controls
+from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.pager import What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -27,13 +31,16 @@ from megatrain_nb.store.preflight import check_directory
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
 
+    from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.offload import OffloadedModel
+    from megatrain_nb.runtime.recorder import Recorder
     from megatrain_nb.store.base import IoRecord
     from megatrain_nb.store.preflight import Preflight
 
@@ -66,8 +73,14 @@ class Session:
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
+    compression
+        What `init` was asked for Adam's moments.
     callbacks
         Listeners; append a `Callback`.
+    controls
+        What a person asks for while training runs: pause, stop, save.
+    recorder
+        What folds the spans of this session, if someone watches or records.
     shown
         A live view follows the training; other progress displays keep quiet.
     last_step
@@ -86,12 +99,14 @@ class Session:
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
         device: Device,
+        compression: Compression | None = None,
     ) -> None:
         self.max_ram_bytes = max_ram_bytes or round(
             _DEFAULT_RAM_SHARE * rss.available_bytes()
         )
+        self.compression = compression or Compression()
         heap.return_freed_memory(self.max_ram_bytes)
-        load_code()
+        load_code(self.compression)
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -100,6 +115,8 @@ class Session:
         self.max_kept_bytes: int | None = None
         self.keep_share: float | None = None
         self.callbacks: list[Callback] = []
+        self.controls = Controls()
+        self.recorder: Recorder | None = None
         self.shown = False
         self.last_step: StepResult | None = None
         self.stop_event = threading.Event()
@@ -112,7 +129,12 @@ class Session:
         with ExitStack() as undo:
             undo.callback(self._lock.release)
             reclaimed = reclaim(preflight.path) if self._lock.took_over else 0
-            self.pool = HostPool(self.max_ram_bytes)
+            self._page_lock = pinned_pages(device)
+            self.pool = HostPool(
+                self.max_ram_bytes,
+                page_lock=self._page_lock,
+                locked=frozenset({What.WEIGHTS.value, What.GRADS.value}),
+            )
             self.store = DiskStore(
                 preflight.path,
                 max_bytes=max_disk_bytes,
@@ -208,6 +230,11 @@ class Session:
                 if self._models:  # the others may have its share
                     self.plan()
 
+    @property
+    def models(self) -> tuple[OffloadedModel, ...]:
+        """The models in the session."""
+        return tuple(self._models)
+
     def plan(self) -> None:
         """Give every model an equal share of the RAM, and let each decide what of it stays there.
 
@@ -216,7 +243,7 @@ class Session:
         BudgetError
             A share is too small.
         """
-        share = self.max_ram_bytes // len(self._models)
+        share = self.share_bytes()
         self.pool.limit_bytes = self.max_ram_bytes
         for model in self._models:
             model.plan(share)
@@ -229,6 +256,18 @@ class Session:
         for model in self._models:
             model.pager.shrink(limit)
         self.pool.limit_bytes = limit
+        if self.callbacks:
+            for layout in self.layouts():
+                for callback in self.callbacks:
+                    callback.on_layout(layout)
+
+    def layouts(self) -> list[Layout]:
+        """Return the blocks of each model, and what of them the plan keeps in RAM."""
+        return [model.layout() for model in self._models]
+
+    def share_bytes(self) -> int:
+        """Return what each model may have of the RAM, in bytes."""
+        return self.max_ram_bytes // len(self._models)
 
     def give_turn(self, model: OffloadedModel) -> None:
         """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
@@ -270,13 +309,17 @@ class Session:
         """Return running totals: seconds by cause and bytes moved; two of them bound an interval."""
         return {
             "now": time.perf_counter(),
-            "compute": sum(model.executor.compute_seconds for model in self._models),
+            "compute": self.device.compute_seconds
+            + sum(model.executor.compute_seconds for model in self._models),
             "wait": sum(model.pager.wait_seconds for model in self._models),
             "update": sum(
                 model.step_seconds + model.updates.seconds for model in self._models
             ),
             "read": float(self.store.read_bytes),
             "written": float(self.store.written_bytes),
+            "onloaded": float(self.device.onloaded.num_bytes),
+            "offloaded": float(self.device.offloaded.num_bytes),
+            "link": self.device.onloaded.seconds + self.device.offloaded.seconds,
         }
 
     def note_step(self, result: StepResult) -> None:
@@ -302,8 +345,8 @@ class Session:
 
     # -- what a person sees --------------------------------------------------------------------------------
 
-    def status(self) -> Status:
-        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
+    def tiers(self) -> dict[str, TierStatus]:
+        """Return bytes per tier now and at peak."""
         device_bytes = self.device.used_bytes()
         ram_bytes = self.pool.in_use_bytes
         tiers = {
@@ -317,13 +360,18 @@ class Session:
         }
         if self.device.torch_device.type == "cpu":
             del tiers["device"]
+        return tiers
+
+    def status(self) -> Status:
+        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
         return Status(
-            tiers=tiers,
+            tiers=self.tiers(),
             last_step=self.last_step,
             models=tuple(
                 describe_model(model) for model in self._models if not model.deleted
             ),
-            notes=self.notes,
+            notes=self._notes_now(),
+            pinned_bytes=self.pool.pinned_bytes,
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
         )
@@ -346,6 +394,10 @@ class Session:
             self.status()._repr_html_() if not self._closed else "<p>Session closed</p>"
         )
 
+    def _notes_now(self) -> tuple[str, ...]:
+        problem = self._page_lock.problem if self._page_lock is not None else ""
+        return (*self.notes, problem) if problem else self.notes
+
     def _find_notes(self, reclaimed: int) -> tuple[str, ...]:
         notes = [*self.preflight.notes, self.preflight.direct_note]
         if reclaimed:
@@ -357,6 +409,10 @@ class Session:
         if self.device.torch_device.type == "cpu":
             notes.append(
                 "no GPU is used: blocks compute in place in RAM, which device and host share"
+            )
+        if self.device.torch_device.type == "mps":
+            notes.append(
+                "MPS: blocks are copied to it and from it without overlap; this was never measured"
             )
         if self.max_disk_bytes and self.max_disk_bytes > self.preflight.free_bytes:
             notes.append(
@@ -371,7 +427,7 @@ def init(
     max_vram_gb: float | str | None = None,
     max_ram_gb: float | str | None = None,
     max_disk_gb: float | str | None = None,
-    optimizer_compression: bool | str = False,
+    optimizer_compression: bool | str | Mapping[str, bool | str] = False,
     device: str | torch.device | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
@@ -385,9 +441,14 @@ def init(
         memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
         the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
     optimizer_compression
-        False: Adam's moments are fp32. Compressed moments come in a later version.
+        How Adam's moments are stored: False, as fp32; ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised;
+        ``"dynamic"`` or True, in 2 to 4 bits by an error budget. Or a mapping from patterns of parameter or module
+        names to these; the first that matches counts, and what none matches stays fp32. Vectors, norms and
+        parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
+        docs/codecs.md for what each loses.
     device
-        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one.
+        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
+        never measured.
 
     Returns
     -------
@@ -397,17 +458,12 @@ def init(
     Raises
     ------
     ArgumentError
-        A size, directory or device that cannot be used, or compression.
+        A size, directory, device or compression that cannot be used.
     SessionError
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    if optimizer_compression is not False:
-        msg = (
-            f"optimizer_compression={optimizer_compression!r}: only False (fp32 moments) works in this version; "
-            "lossless packing and 8, 4, 3 and 2 bit moments are to come"
-        )
-        raise ArgumentError(msg)
+    compression = parse_compression(optimizer_compression)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -432,16 +488,20 @@ def init(
         max_disk_bytes=sizes["max_disk_gb"],
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
+        compression=compression,
     )
     return _current
 
 
-def load_code() -> None:
+def load_code(compression: Compression | None = None) -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
     warm_up()
     warm_up(split=True)
     split.warm_up()
+    for codec in () if compression is None else compression.codecs():
+        encoded.warm_up(codec)
+        encoded.warm_up(codec, split=True)
 
 
 def current_session() -> Session | None:
