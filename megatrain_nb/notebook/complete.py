@@ -15,6 +15,7 @@ from IPython.core.completer import (
 from megatrain_nb.codec.names import LOSSLESS, NAMES
 from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
 from megatrain_nb.notebook.surface import MODES
+from megatrain_nb.plan import catalogue
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
@@ -67,6 +68,8 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
         choices = ["cpu", "cuda"]
     elif before[-1] == "--compress-weights":
         choices = [LOSSLESS]
+    elif before[0] == "explore" and not word.startswith("-"):
+        choices = list(catalogue.models() if len(before) == 1 else catalogue.machines())
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:
