@@ -208,6 +208,7 @@ class Executor:
         moment = self.device.begin()
         start, before = time.perf_counter(), self.not_computing()
         problem = None
+        self._tell("BEGIN", block.name, start, outcome=str(kind))
         try:
             packs = block.spec.packs
             bound = Bound(
@@ -233,12 +234,8 @@ class Executor:
             problem = out_of_memory(error, block.name, self.device)
         finally:
             self.gradients.close(grads, keep=early)
-            end = time.perf_counter()
             if self.device.in_place:
-                self.compute_seconds += end - start - (self.not_computing() - before)
-                self._on_span(
-                    Span(kind=str(kind), name=block.name, start_s=start, end_s=end)
-                )
+                self._count(block, kind, start, self.not_computing() - before)
             else:
                 self.device.since(moment, str(kind), block.name)
         if problem is not None:
@@ -246,6 +243,14 @@ class Executor:
             raise problem
         self._report()
         self._relieve()
+
+    def _count(
+        self, block: Block, kind: Kind, start: float, not_computing: float
+    ) -> None:
+        """Count the time since ``start`` as computing, but for some."""
+        end = time.perf_counter()
+        self.compute_seconds += end - start - not_computing
+        self._on_span(Span(kind=str(kind), name=block.name, start_s=start, end_s=end))
 
     def end_step(self) -> None:
         """All computing of a step is over: tell what is known of it now."""
@@ -269,6 +274,12 @@ class Executor:
         self.pager.end_leases()
         for span in self.device.collect():
             self._on_span(span)
+
+    def _tell(self, kind: str, name: str, now: float, *, outcome: str = "") -> None:
+        """Tell of a moment."""
+        self._on_span(
+            Span(kind=kind, name=name, start_s=now, end_s=now, outcome=outcome)
+        )
 
     def not_computing(self) -> float:
         """Return the seconds that the kernels of the update and waiting for the disk have taken so far."""
@@ -401,6 +412,9 @@ class Executor:
         """End the use of a pack's weights; with ``stay`` its slot goes on holding them."""
         if not stay:
             self.device.release(self._loaded.pop(pack))
+            if not self.device.in_place:
+                name = self.layers.spec.packs[pack].name
+                self._tell("UNLOAD", name, time.perf_counter())
         if pack in self._hosted:
             self._hosted.remove(pack)
             self.pager.drop(pack, What.WEIGHTS, keep=keep)
@@ -442,6 +456,10 @@ class Executor:
         order = self._packs_of(self._expected())
         self.updates.begin(segments, grad_scale=grad_scale, order=order)
         self.version += 1
+
+    def expected_order(self) -> tuple[int, ...]:
+        """Return the block indices of the next forward, as far as is known."""
+        return tuple(self._expected())
 
     def _expected(self) -> list[int]:
         """Return the blocks of the next forward, in order."""

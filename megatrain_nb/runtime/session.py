@@ -13,13 +13,18 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from megatrain_nb.codec import split
+from megatrain_nb.codec.choice import Compression, parse_compression
+from megatrain_nb.codec.lossless import chunks
+from megatrain_nb.codec.names import LOSSLESS
 from megatrain_nb.errors import ArgumentError, SessionError
+from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
+from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.pager import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -28,13 +33,16 @@ from megatrain_nb.store.preflight import check_directory
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
 
+    from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.offload import OffloadedModel
+    from megatrain_nb.runtime.recorder import Recorder
     from megatrain_nb.store.base import IoRecord
     from megatrain_nb.store.preflight import Preflight
 
@@ -67,8 +75,16 @@ class Session:
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
+    packed
+        The kinds of pieces that are packed on disk, bit for bit.
+    compression
+        What `init` was asked for Adam's moments.
     callbacks
         Listeners; append a `Callback`.
+    controls
+        What a person asks for while training runs: pause, stop, save.
+    recorder
+        What folds the spans of this session, if someone watches or records.
     shown
         A live view follows the training; other progress displays keep quiet.
     last_step
@@ -87,12 +103,16 @@ class Session:
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
         device: Device,
+        packed: frozenset[What] = frozenset(),
+        compression: Compression | None = None,
     ) -> None:
         self.max_ram_bytes = max_ram_bytes or round(
             _DEFAULT_RAM_SHARE * rss.available_bytes()
         )
+        self.compression = compression or Compression()
         heap.return_freed_memory(self.max_ram_bytes)
-        load_code()
+        load_code(self.compression, packing=bool(packed))
+        self.packed = packed
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -101,6 +121,8 @@ class Session:
         self.max_kept_bytes: int | None = None
         self.keep_share: float | None = None
         self.callbacks: list[Callback] = []
+        self.controls = Controls()
+        self.recorder: Recorder | None = None
         self.shown = False
         self.last_step: StepResult | None = None
         self.stop_event = threading.Event()
@@ -124,6 +146,7 @@ class Session:
                 max_bytes=max_disk_bytes,
                 direct=preflight.direct,
                 on_io=self._on_io,
+                staging=self.pool if packed else None,
             )
             undo.callback(self.store.close)
             self.threads = UpdateThreads()
@@ -227,7 +250,7 @@ class Session:
         BudgetError
             A share is too small.
         """
-        share = self.max_ram_bytes // len(self._models)
+        share = self.share_bytes()
         self.pool.limit_bytes = self.max_ram_bytes
         for model in self._models:
             model.plan(share)
@@ -240,6 +263,22 @@ class Session:
         for model in self._models:
             model.pager.shrink(limit)
         self.pool.limit_bytes = limit
+        if self.callbacks:
+            for layout in self.layouts():
+                for callback in self.callbacks:
+                    callback.on_layout(layout)
+
+    def layouts(self) -> list[Layout]:
+        """Return the blocks of each model, and what of them the plan keeps in RAM."""
+        return [model.layout() for model in self._models]
+
+    def share_bytes(self) -> int:
+        """Return what each model may have of the RAM, in bytes."""
+        return self.max_ram_bytes // len(self._models)
+
+    def packing_share_bytes(self) -> int:
+        """Return what each model has to leave of its share for packing, in bytes."""
+        return -(-self.store.staging_bytes // max(len(self._models), 1))
 
     def give_turn(self, model: OffloadedModel) -> None:
         """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
@@ -317,8 +356,8 @@ class Session:
 
     # -- what a person sees --------------------------------------------------------------------------------
 
-    def status(self) -> Status:
-        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
+    def tiers(self) -> dict[str, TierStatus]:
+        """Return bytes per tier now and at peak."""
         device_bytes = self.device.used_bytes()
         ram_bytes = self.pool.in_use_bytes
         tiers = {
@@ -332,13 +371,18 @@ class Session:
         }
         if self.device.torch_device.type == "cpu":
             del tiers["device"]
+        return tiers
+
+    def status(self) -> Status:
+        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
         return Status(
-            tiers=tiers,
+            tiers=self.tiers(),
             last_step=self.last_step,
             models=tuple(
                 describe_model(model) for model in self._models if not model.deleted
             ),
             notes=self._notes_now(),
+            packed_sizes=self.store.packed_sizes(),
             pinned_bytes=self.pool.pinned_bytes,
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
@@ -395,7 +439,8 @@ def init(
     max_vram_gb: float | str | None = None,
     max_ram_gb: float | str | None = None,
     max_disk_gb: float | str | None = None,
-    optimizer_compression: bool | str = False,
+    optimizer_compression: bool | str | Mapping[str, bool | str] = False,
+    weight_compression: bool | str = False,
     device: str | torch.device | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
@@ -409,7 +454,15 @@ def init(
         memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
         the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
     optimizer_compression
-        False: Adam's moments are fp32. Compressed moments come in a later version.
+        How Adam's moments are stored: False, as fp32; ``"lossless"``, packed on disk bit for bit, and fp32 in RAM;
+        ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised; ``"dynamic"`` or True, in 2 to 4 bits by an
+        error budget. Or a mapping from patterns of parameter or module names to these, ``"lossless"`` not among
+        them; the first that matches counts, and what none matches stays fp32. Vectors, norms and
+        parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
+        docs/codecs.md for what each loses.
+    weight_compression
+        False; or ``"lossless"``: weights are packed on disk bit for bit, fp32 ones and the bf16 halves that compute
+        in bf16. Lossless packing takes 22 MB of ``max_ram_gb``, and time of the I/O threads; see docs/lossless.md.
     device
         ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
         never measured.
@@ -422,17 +475,16 @@ def init(
     Raises
     ------
     ArgumentError
-        A size, directory or device that cannot be used, or compression.
+        A size, directory, device or compression that cannot be used.
+    BudgetError
+        Less RAM than packing takes.
     SessionError
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    if optimizer_compression is not False:
-        msg = (
-            f"optimizer_compression={optimizer_compression!r}: only False (fp32 moments) works in this version; "
-            "lossless packing and 8, 4, 3 and 2 bit moments are to come"
-        )
-        raise ArgumentError(msg)
+    lossless = optimizer_compression == LOSSLESS
+    compression = parse_compression(False if lossless else optimizer_compression)
+    packed = _packed(moments=lossless, weights=weight_compression)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -457,16 +509,32 @@ def init(
         max_disk_bytes=sizes["max_disk_gb"],
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
+        compression=compression,
+        packed=packed,
     )
     return _current
 
 
-def load_code() -> None:
+def _packed(*, moments: bool, weights: object) -> frozenset[What]:
+    """Return the kinds of pieces to pack."""
+    if weights is not False and weights != LOSSLESS:
+        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
+        raise ArgumentError(msg)
+    kinds = (MOMENTS if moments else ()) + ((What.WEIGHTS,) if weights else ())
+    return frozenset(kinds)
+
+
+def load_code(compression: Compression | None = None, *, packing: bool = False) -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
     warm_up()
     warm_up(split=True)
     split.warm_up()
+    for codec in () if compression is None else compression.codecs():
+        encoded.warm_up(codec)
+        encoded.warm_up(codec, split=True)
+    if packing:
+        chunks.warm_up()
 
 
 def current_session() -> Session | None:

@@ -256,7 +256,11 @@ def late_twin(max_bytes: int | None = None, seed: int = 0) -> SlotDevice:
 
 @contextmanager
 def opened(
-    path: Path, place: str, device: str = "host", tile_numel: int = TILE_NUMEL
+    path: Path,
+    place: str,
+    device: str = "host",
+    tile_numel: int = TILE_NUMEL,
+    compression: Any = False,
 ) -> Iterator[Session]:
     """Open a session in which models live where ``place`` says: ``"ram"``, ``"disk"`` or ``"mixed"``."""
     defaults = Pager.__init__.__kwdefaults__
@@ -264,7 +268,9 @@ def opened(
     before = defaults["tile_numel"]
     defaults["tile_numel"] = tile_numel
     try:
-        with mt.init(path, max_ram_gb=2.0) as session:
+        with mt.init(
+            path, max_ram_gb=2.0, optimizer_compression=compression
+        ) as session:
             if device == "slots":
                 session.device = late_twin()
             session.max_resident_bytes = {"ram": None, "disk": 0, "mixed": 120_000}[
