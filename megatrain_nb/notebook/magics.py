@@ -184,6 +184,7 @@ class MegatrainMagics(Magics):
             max_ram_gb=args.max_ram,
             max_disk_gb=args.max_disk,
             optimizer_compression=args.compress or False,
+            weight_compression=args.compress_weights or False,
             device=args.device,
         )
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
-from megatrain_nb.codec.names import NAMES as COMPRESSIONS
+from megatrain_nb.codec.names import LOSSLESS, NAMES
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.units import parse_size
 
@@ -171,10 +171,16 @@ def _commands() -> dict[str, _Parser]:
         )
     init.add_argument(
         "--compress",
-        choices=COMPRESSIONS,
+        choices=[LOSSLESS, *NAMES],
         metavar="CODEC",
-        help="Adam's moments in fewer bits (not lossless): "
-        f"{', '.join(COMPRESSIONS)}; fp32 if left out",
+        help="Adam's moments: lossless, packed on disk; or in fewer bits, not lossless: "
+        f"{', '.join(NAMES)}; fp32 if left out",
+    )
+    init.add_argument(
+        "--compress-weights",
+        choices=[LOSSLESS],
+        metavar="CODEC",
+        help="weights: lossless, packed on disk; as they are if left out",
     )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
     probe = _Parser(

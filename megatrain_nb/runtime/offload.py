@@ -101,6 +101,7 @@ class OffloadedModel:
             pool=session.pool,
             store=session.store,
             on_span=session.on_span,
+            packed=session.packed,
         )
         self.updates = Updates(
             self.pager, threads=session.threads, on_span=session.on_span
@@ -313,8 +314,8 @@ class OffloadedModel:
         BudgetError
             The share does not even hold what streams, or the disk not what does not stay.
         """
-        spec, tile_numel = self.layers.spec, self.pager.tile_numel
-        room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        spec = self.layers.spec
+        room = self._beside_streaming(spec, limit_bytes)
         self._room = max(room, 0)
         if self._reserved > max(room, 0) and self.num_steps:
             logger.warning(
@@ -346,8 +347,7 @@ class OffloadedModel:
         self._residency(spec, self.session.share_bytes())
 
     def _residency(self, spec: ModelSpec, limit_bytes: int) -> Residency:
-        tile_numel = self.pager.tile_numel
-        room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        room = self._beside_streaming(spec, limit_bytes)
         residency = plan_residency(
             spec,
             limit_bytes=limit_bytes,
@@ -355,10 +355,16 @@ class OffloadedModel:
             keep_bytes=self._keepable_bytes() + self._keep_beside,
             keep_share=self._keep_share(),
             resident_bytes=self.session.max_resident_bytes,
-            tile_numel=tile_numel,
+            packing_bytes=self.session.packing_share_bytes(),
+            tile_numel=self.pager.tile_numel,
         )
         self._check_disk(spec, residency)
         return residency
+
+    def _beside_streaming(self, spec: ModelSpec, limit_bytes: int) -> int:
+        """Return what a share of the RAM leaves when nothing is resident; less than 0 where it is too small."""
+        working = working_bytes(spec, tile_numel=self.pager.tile_numel)
+        return limit_bytes - working - self.session.packing_share_bytes()
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -628,13 +634,7 @@ class OffloadedModel:
             for what, value in zip(MOMENTS, (exp_avg, exp_avg_sq), strict=True):
                 self.moment(param, what).copy_(value)
             return
-        flat = [
-            torch.empty(home.spec.shape, dtype=torch.float32)
-            .copy_(value)
-            .view(-1)
-            .numpy()
-            for value in (exp_avg, exp_avg_sq)
-        ]
+        flat = [_flat(value, home.spec.shape) for value in (exp_avg, exp_avg_sq)]
         self.executor.check_usable()
         with interrupts_wait(self.executor.stop, breakable=False):
             self.finish_update(home.pack.index)
@@ -707,6 +707,19 @@ def offload(
         offloaded.undo()
         raise
     return offloaded
+
+
+def _flat(values: Tensor, shape: tuple[int, ...]) -> Any:
+    """Return values as a flat fp32 array of a shape's elements; without a copy where they are that already."""
+    if (
+        type(values) is not Tensor
+        or values.device.type != "cpu"
+        or values.dtype != torch.float32
+        or tuple(values.shape) != shape
+        or not values.is_contiguous()
+    ):
+        values = torch.empty(shape, dtype=torch.float32).copy_(values)
+    return values.detach().view(-1).numpy()
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_nb.codec.base import get
+from megatrain_nb.codec.lossless.chunks import name_of
 from megatrain_nb.errors import StoreError
 from megatrain_nb.plan.layout import PieceLayout
 from megatrain_nb.plan.model import TILE_NUMEL
@@ -206,6 +207,8 @@ class _Landing:
 class Pager:
     """Moves pieces between RAM and disk within the pool's budget.
 
+    Pieces of the kinds in ``packed`` are packed on disk, bit for bit; in RAM nothing is.
+
     Attributes
     ----------
     broken
@@ -230,6 +233,7 @@ class Pager:
         pool: HostPool,
         store: Store,
         on_span: Callable[[Span], None],
+        packed: Container[What] = (),
         tile_numel: int = TILE_NUMEL,
     ) -> None:
         self.packs = packs
@@ -241,6 +245,7 @@ class Pager:
         self.lost: dict[int, str] = {}
         self.prefix = prefix
         self._on_span = on_span
+        self._packed = packed
         self._pieces = {
             (pack.index, what): Piece(pack, what)
             for pack in packs
@@ -632,7 +637,9 @@ class Pager:
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
     ) -> None:
-        future = self.store.put(key, data)
+        packed = piece.what in self._packed
+        codec = name_of(piece.dtype.itemsize) if packed else "raw"
+        future = self.store.put(key, data, codec=codec)
         self._writing[key] = landing.done
         future.add_done_callback(lambda write: self._check_written(piece, write))
         future.add_done_callback(landing)

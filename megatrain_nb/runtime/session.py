@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Self
 
 from megatrain_nb.codec import split
 from megatrain_nb.codec.choice import Compression, parse_compression
+from megatrain_nb.codec.lossless import chunks
+from megatrain_nb.codec.names import LOSSLESS
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
@@ -22,7 +24,7 @@ from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.pager import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -73,6 +75,8 @@ class Session:
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
+    packed
+        The kinds of pieces that are packed on disk, bit for bit.
     compression
         What `init` was asked for Adam's moments.
     callbacks
@@ -99,6 +103,7 @@ class Session:
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
         device: Device,
+        packed: frozenset[What] = frozenset(),
         compression: Compression | None = None,
     ) -> None:
         self.max_ram_bytes = max_ram_bytes or round(
@@ -106,7 +111,8 @@ class Session:
         )
         self.compression = compression or Compression()
         heap.return_freed_memory(self.max_ram_bytes)
-        load_code(self.compression)
+        load_code(self.compression, packing=bool(packed))
+        self.packed = packed
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
@@ -140,6 +146,7 @@ class Session:
                 max_bytes=max_disk_bytes,
                 direct=preflight.direct,
                 on_io=self._on_io,
+                staging=self.pool if packed else None,
             )
             undo.callback(self.store.close)
             self.threads = UpdateThreads()
@@ -269,6 +276,10 @@ class Session:
         """Return what each model may have of the RAM, in bytes."""
         return self.max_ram_bytes // len(self._models)
 
+    def packing_share_bytes(self) -> int:
+        """Return what each model has to leave of its share for packing, in bytes."""
+        return -(-self.store.staging_bytes // max(len(self._models), 1))
+
     def give_turn(self, model: OffloadedModel) -> None:
         """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
         self._let_go()
@@ -371,6 +382,7 @@ class Session:
                 describe_model(model) for model in self._models if not model.deleted
             ),
             notes=self._notes_now(),
+            packed_sizes=self.store.packed_sizes(),
             pinned_bytes=self.pool.pinned_bytes,
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
@@ -428,6 +440,7 @@ def init(
     max_ram_gb: float | str | None = None,
     max_disk_gb: float | str | None = None,
     optimizer_compression: bool | str | Mapping[str, bool | str] = False,
+    weight_compression: bool | str = False,
     device: str | torch.device | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
@@ -441,11 +454,15 @@ def init(
         memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
         the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
     optimizer_compression
-        How Adam's moments are stored: False, as fp32; ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised;
-        ``"dynamic"`` or True, in 2 to 4 bits by an error budget. Or a mapping from patterns of parameter or module
-        names to these; the first that matches counts, and what none matches stays fp32. Vectors, norms and
+        How Adam's moments are stored: False, as fp32; ``"lossless"``, packed on disk bit for bit, and fp32 in RAM;
+        ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised; ``"dynamic"`` or True, in 2 to 4 bits by an
+        error budget. Or a mapping from patterns of parameter or module names to these, ``"lossless"`` not among
+        them; the first that matches counts, and what none matches stays fp32. Vectors, norms and
         parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
         docs/codecs.md for what each loses.
+    weight_compression
+        False; or ``"lossless"``: weights are packed on disk bit for bit, fp32 ones and the bf16 halves that compute
+        in bf16. Lossless packing takes 22 MB of ``max_ram_gb``, and time of the I/O threads; see docs/lossless.md.
     device
         ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
         never measured.
@@ -459,11 +476,15 @@ def init(
     ------
     ArgumentError
         A size, directory, device or compression that cannot be used.
+    BudgetError
+        Less RAM than packing takes.
     SessionError
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    compression = parse_compression(optimizer_compression)
+    lossless = optimizer_compression == LOSSLESS
+    compression = parse_compression(False if lossless else optimizer_compression)
+    packed = _packed(moments=lossless, weights=weight_compression)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -489,11 +510,21 @@ def init(
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
         compression=compression,
+        packed=packed,
     )
     return _current
 
 
-def load_code(compression: Compression | None = None) -> None:
+def _packed(*, moments: bool, weights: object) -> frozenset[What]:
+    """Return the kinds of pieces to pack."""
+    if weights is not False and weights != LOSSLESS:
+        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
+        raise ArgumentError(msg)
+    kinds = (MOMENTS if moments else ()) + ((What.WEIGHTS,) if weights else ())
+    return frozenset(kinds)
+
+
+def load_code(compression: Compression | None = None, *, packing: bool = False) -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
     warm_up()
@@ -502,6 +533,8 @@ def load_code(compression: Compression | None = None) -> None:
     for codec in () if compression is None else compression.codecs():
         encoded.warm_up(codec)
         encoded.warm_up(codec, split=True)
+    if packing:
+        chunks.warm_up()
 
 
 def current_session() -> Session | None:

@@ -77,6 +77,8 @@ class Status:
         The last optimizer step, or None.
     process_bytes
         Resident memory of the whole process, as the kernel counts it.
+    packed_sizes
+        Bytes of what is packed on disk: unpacked, and as they are there.
     pinned_bytes
         RAM of the session's that is page-locked for copies to a device.
     """
@@ -87,6 +89,7 @@ class Status:
     notes: tuple[str, ...]
     directory: str
     process_bytes: int
+    packed_sizes: tuple[int, int] = (0, 0)
     pinned_bytes: int = 0
 
     def rows(self) -> list[tuple[str, str]]:
@@ -114,6 +117,14 @@ class Status:
                 ),
             )
         )
+        unpacked, packed = self.packed_sizes
+        if packed:
+            rows.append(
+                (
+                    "packed",
+                    f"{format_bytes(unpacked)} take {format_bytes(packed)} on disk, bit for bit ({unpacked / packed:.2f}x)",
+                )
+            )
         for model in self.models:
             rows += [
                 (

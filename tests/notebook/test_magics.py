@@ -46,6 +46,7 @@ def test_init_opens_and_returns_a_session(
         "max_ram_gb": "2GB",
         "max_disk_gb": None,
         "optimizer_compression": False,
+        "weight_compression": False,
         "device": "cpu",
     }
     assert str(session.options["offload_dir"]) == "/nvme/run"

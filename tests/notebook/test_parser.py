@@ -46,6 +46,7 @@ def test_every_command_explains_itself(command: str) -> None:
         ("init --offload-dir d --max-ram 3XB", "'3XB' is not a size"),
         ("init --offload-dir d extra", "unrecognized arguments: extra"),
         ("init --offload-dir 'd", "no closing quotation"),
+        ("init --offload-dir d --compress zip", "invalid choice: 'zip'.*lossless"),
         ("status --fast", "has no option '--fast'"),
         ("train", "%%megatrain"),
     ],
