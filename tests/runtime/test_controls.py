@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.controls import Controls
+from megatrain_nb.runtime.export import save_pretrained
 from tests.runtime.common import (
     TinyLM,
     opened,
@@ -168,7 +170,7 @@ def test_trainer_obeys(tmp_path: Path) -> None:
         ]
         assert not all(same)  # of step 2, and the model went on
         session.controls.save()
-        session.controls.obey(3, model.save_pretrained, threading.Event())
+        session.controls.obey(3, partial(save_pretrained, model), threading.Event())
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / "out" / "step-000003"
         )
