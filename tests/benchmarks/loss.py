@@ -392,13 +392,26 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=list(RATES))
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     parser.add_argument("--threads", type=int, default=1)
+    for name in ("batch", "context", "width", "depth"):
+        size = Run.__dataclass_fields__[name].default
+        parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--table", action="store_true", help="train nothing")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results, text = Results(args.results), read_text()
     rates: dict[tuple[float, int], float] = {}
     for beta2 in args.beta2:
-        first = Run(method=BASELINE, seed=0, rate=0.0, beta2=beta2, steps=args.steps)
+        first = Run(
+            method=BASELINE,
+            seed=0,
+            rate=0.0,
+            beta2=beta2,
+            steps=args.steps,
+            batch=args.batch,
+            context=args.context,
+            width=args.width,
+            depth=args.depth,
+        )
         if args.table:
             tried = {
                 run.rate: result["loss"]
