@@ -100,7 +100,8 @@ class Block(nn.Module):
             query, key, value, is_causal=True
         )
         x = x + self.out(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norm_2(x))))
+        y: Tensor = x + self.down(functional.gelu(self.up(self.norm_2(x))))
+        return y
 
 
 class Decoder(nn.Module):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from megatrain_nb.codec.dynamic import role_of
 from tests.benchmarks import loss
 from tests.benchmarks.loss import METHODS, Results, Run, draw, read_text, table, train
 
@@ -53,7 +54,7 @@ def test_a_step_is_that_of_torch(text: tuple[torch.Tensor, torch.Tensor]) -> Non
     """The baseline is plain PyTorch: AdamW, clipping, decay of matrices only."""
     torch.manual_seed(0)
     model = loss.Decoder(TINY.width, TINY.depth, TINY.context)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in model.parameters() if is_small(p)], "weight_decay": 0},
         {"params": [p for p in model.parameters() if not is_small(p)]},
     ]
@@ -74,7 +75,7 @@ def test_a_step_is_that_of_torch(text: tuple[torch.Tensor, torch.Tensor]) -> Non
 
 
 def is_small(param: torch.Tensor) -> bool:
-    return loss.small(loss.role_of(tuple(param.shape)))
+    return loss.small(role_of(tuple(param.shape)))
 
 
 def test_the_perturbation_is_small(text: tuple[torch.Tensor, torch.Tensor]) -> None:
