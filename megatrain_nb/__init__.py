@@ -6,6 +6,7 @@ Start with ``mt.init(offload_dir=...)``, then ``mt.Trainer`` or ``mt.wrap``; in 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.load import from_config
+    from megatrain_nb.runtime.recode import recompress
     from megatrain_nb.runtime.session import Session, current_session, init
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
 
 __version__ = "0.1.0"
+
+# torch then asks for huge pages for tensors of 2 MiB and more: a step of the benchmark's thin micro-batches has 1 page
+# fault where it had 250, a thirtieth of its time. torch looks when it makes the first tensor, so it is said here.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # Importing this package costs milliseconds: torch and numba come with the first name used.
 _LAZY = {
@@ -40,6 +46,7 @@ _LAZY = {
     "current_session": "runtime.session",
     "from_config": "runtime.load",
     "init": "runtime.session",
+    "recompress": "runtime.recode",
     "save_pretrained": "runtime.export",
     "train_step": "runtime.wrap",
     "unwrap": "runtime.wrap",
@@ -61,6 +68,7 @@ __all__ = [
     "current_session",
     "from_config",
     "init",
+    "recompress",
     "save_pretrained",
     "train_step",
     "unwrap",

@@ -74,6 +74,30 @@ class Codec(ABC):
     def encoded_bytes(self, numel: int) -> int:
         """Return the exact size of ``numel`` encoded elements."""
 
+    def blank(self, out: U8) -> None:
+        """Write the moments of a parameter that was never updated: encoded zeros.
+
+        Parameters
+        ----------
+        out : uint8, shape (encoded_bytes(N),), C-contiguous
+            Overwritten, every byte of it. For `raw` zeros; a quantised `exp_avg_sq`
+            is the smallest number that there is.
+
+        Examples
+        --------
+        >>> out = np.empty(131, np.uint8)
+        >>> get("4bit").blank(out)
+        >>> m, v = np.empty((2, 128), np.float32)
+        >>> get("4bit").decode(out, m, v)
+        >>> bool(m.any()), float(v.max()) == 2.0**-126
+        (False, True)
+        """
+        check_array("out", out, np.uint8, out.size, writeable=True)
+        self._blank(out)
+
+    @abstractmethod
+    def _blank(self, out: U8) -> None: ...
+
     @abstractmethod
     def _encode(self, exp_avg: F32, exp_avg_sq: F32, out: U8, key: Key) -> None: ...
 
@@ -171,7 +195,8 @@ def get(name: str) -> Codec:
     >>> get("raw").encoded_bytes(1000)
     8000
     """
-    _load()
+    if name not in _registry:
+        _load()
     if name not in _registry:
         msg = f"codec={name!r} is not known; give one of {', '.join(_registry)}"
         raise ArgumentError(msg)

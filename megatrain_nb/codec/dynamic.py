@@ -8,6 +8,7 @@ relative to the direction's own.
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from enum import Enum
@@ -173,19 +174,19 @@ def choose(
     """
     _check(parts, budget)
     choice = {part.name: part.role.codecs[0] for part in parts}
-    while total_error(parts, choice) > budget:
-        better = max(
-            (
-                (_gain(part, choice[part.name], name), -at, name)
-                for at, part in enumerate(parts)
-                for name in part.role.codecs
-                if _bytes(part, name) > _bytes(part, choice[part.name])
-            ),
-            default=(0.0, 0, ""),
-        )
-        if better[0] <= 0:
-            break
-        choice[parts[-better[1]].name] = better[2]
+    heap = [entry for at in range(len(parts)) if (entry := _next(parts, at, choice))]
+    heapq.heapify(heap)
+    allowed = budget**2 * sum(part.numel for part in parts) * (1 + 1e-12)
+    square = sum(p.numel * p.errors[choice[p.name]] ** 2 for p in parts)
+    while heap and square > allowed:
+        _, at, name = heapq.heappop(heap)
+        part = parts[at]
+        old = part.errors[choice[part.name]]
+        square -= part.numel * (old**2 - part.errors[name] ** 2)
+        choice[part.name] = name
+        entry = _next(parts, at, choice)
+        if entry:
+            heapq.heappush(heap, entry)
     if previous is not None and _still_good(parts, previous, choice, budget):
         return {part.name: previous[part.name] for part in parts}
     return choice
@@ -193,6 +194,23 @@ def choose(
 
 def _bytes(part: Part, name: str) -> int:
     return get(name).encoded_bytes(part.numel)
+
+
+def _next(
+    parts: Sequence[Part], at: int, choice: Mapping[str, str]
+) -> tuple[float, int, str] | None:
+    """Return the best codec to change part number ``at`` to, as an entry of a heap; None if nothing helps."""
+    part = parts[at]
+    now = choice[part.name]
+    gain, name = max(
+        (
+            (_gain(part, now, name), name)
+            for name in part.role.codecs
+            if _bytes(part, name) > _bytes(part, now)
+        ),
+        default=(0.0, ""),
+    )
+    return (-gain, at, name) if gain > 0 else None
 
 
 def _gain(part: Part, old: str, new: str) -> float:

@@ -21,6 +21,9 @@ class Raw(Codec):
         """Return 8 bytes for each element."""
         return 8 * numel
 
+    def _blank(self, out: U8) -> None:
+        out.fill(0)
+
     def _encode(self, exp_avg: F32, exp_avg_sq: F32, out: U8, key: Key) -> None:
         size = 4 * exp_avg.size
         out[:size] = exp_avg.view(np.uint8)

@@ -12,6 +12,7 @@ from IPython.core.completer import (
     context_matcher,
 )
 
+from megatrain_nb.codec.names import NAMES as COMPRESSIONS
 from megatrain_nb.notebook.parser import COMMANDS, options_of
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
         choices = list(COMMANDS)
     elif before[-1] == "--offload-dir":
         return word, _directories(word)
+    elif before[-1] == "--compress":
+        choices = [*COMPRESSIONS]
     elif before[-1] == "--device":
         choices = ["cpu", "cuda"]
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):

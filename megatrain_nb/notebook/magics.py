@@ -144,6 +144,7 @@ class MegatrainMagics(Magics):
             max_vram_gb=args.max_vram,
             max_ram_gb=args.max_ram,
             max_disk_gb=args.max_disk,
+            optimizer_compression=args.compress or False,
             device=args.device,
         )
 

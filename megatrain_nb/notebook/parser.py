@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
+from megatrain_nb.codec.names import NAMES as COMPRESSIONS
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.units import parse_size
 
@@ -156,6 +157,13 @@ def _commands() -> dict[str, _Parser]:
         init.add_argument(
             f"--max-{tier}", type=_size, metavar="SIZE", help=f"budget for {what}"
         )
+    init.add_argument(
+        "--compress",
+        choices=COMPRESSIONS,
+        metavar="CODEC",
+        help="Adam's moments in fewer bits (not lossless): "
+        f"{', '.join(COMPRESSIONS)}; fp32 if left out",
+    )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
     status = "show bytes per tier and the last step's times; returns the Status"
     return {

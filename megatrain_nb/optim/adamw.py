@@ -45,12 +45,15 @@ class Segment:
         Hyper-parameters.
     step
         Which update this is; the first is 1.
+    seed
+        Of the rounding of encoded moments.
     """
 
     start: int
     stop: int
     config: AdamWConfig
     step: int
+    seed: int = 0
 
 
 class UpdateThreads:

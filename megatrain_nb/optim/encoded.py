@@ -38,6 +38,11 @@ CHUNK = 512 * 1024
 """Elements per kernel call, a multiple of `BLOCK`: some 0.4 ms, of which Python takes 5 %."""
 
 
+# What the quantised codecs have been tried with.
+_COARSE = ("2bit", "3bit")
+_BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-10
+
+
 @dataclass(frozen=True, slots=True)
 class EncodedSegment:
     """One parameter, or a part of one, and its encoded moments.
@@ -155,6 +160,38 @@ def warm_up(codec: str, *, split: bool = False) -> None:
     param = Split(halves[0], halves[1]) if split else zeros[0]
     with UpdateThreads(1) as one:
         update_encoded(param, zeros[1], [segment], threads=one)
+
+
+def caution_of(codec: str, config: AdamWConfig) -> str:
+    """Return what is known to go worse with these settings, or nothing.
+
+    Parameters
+    ----------
+    codec
+        Its name.
+    config
+        Hyper-parameters of the parameters that have it.
+
+    Examples
+    --------
+    >>> caution_of("2bit", AdamWConfig(beta2=0.9999))
+    '2bit moments have been tried with beta1 up to 0.9 and beta2 up to 0.999, not with 0.9 and 0.9999; more steps are averaged, and more roundings: use 4bit or 8bit'
+    >>> caution_of("4bit", AdamWConfig())
+    ''
+    """
+    if codec == "raw":
+        return ""
+    if codec in _COARSE and (config.beta1 > _BETA1 or config.beta2 > _BETA2):
+        return (
+            f"{codec} moments have been tried with beta1 up to {_BETA1} and beta2 up to {_BETA2}, not with "
+            f"{config.beta1} and {config.beta2}; more steps are averaged, and more roundings: use 4bit or 8bit"
+        )
+    if config.eps < _EPS:
+        return (
+            f"eps={config.eps}: quantised moments ({codec}) round small exp_avg_sq, and nothing but eps bounds the "
+            f"update where gradients vanish; use {_EPS} or more"
+        )
+    return ""
 
 
 def _calls(

@@ -193,5 +193,11 @@ def _largest(spec: ModelSpec, *, weights: int, grads: int = 0, states: int = 0) 
 
 def _tile_bytes(pack: PackSpec, tile_numel: int) -> int:
     """Return the bytes of everything of a pack's largest tile."""
-    whole = pack.weight_bytes + pack.grad_bytes + pack.states_bytes
-    return whole * min(tile_numel, pack.numel) // max(pack.numel, 1)
+    fixed = pack.weight_bytes + pack.grad_bytes + pack.states_bytes - pack.moments_bytes
+    if not pack.encoded:
+        fixed += pack.moments_bytes
+    share = fixed * min(tile_numel, pack.numel) // max(pack.numel, 1)
+    if not pack.encoded:
+        return share
+    spans = [pack.encoded_span(*tile) for tile in pack.tiles(tile_numel)]
+    return share + max(end - first for first, end in spans)

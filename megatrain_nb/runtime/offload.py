@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import weakref
+import zlib
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatrain_nb.codec.dynamic import Role
+from megatrain_nb.codec.names import DYNAMIC
 from megatrain_nb.errors import (
     ArgumentError,
     BudgetError,
@@ -29,14 +32,16 @@ from megatrain_nb.plan.memory import (
 )
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.runtime.chooser import is_looked_at
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.fuse import Fusing
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
 from megatrain_nb.runtime.logits import LargeLogits
-from megatrain_nb.runtime.pager import MOMENTS, Pager, What
-from megatrain_nb.runtime.source import PieceSource
+from megatrain_nb.runtime.pager import MOMENTS, Pager, What, moments_of
+from megatrain_nb.runtime.recode import Moments, encode, recode
+from megatrain_nb.runtime.source import MomentSource, PieceSource, encoded_of
 from megatrain_nb.runtime.tensor import (
     plain_parameter,
     source_of,
@@ -48,8 +53,11 @@ from megatrain_nb.runtime.update import Updates
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.utils.hooks import RemovableHandle
 
+    from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.runtime.session import Session
 
 logger = logging.getLogger("megatrain_nb")
@@ -69,6 +77,10 @@ class OffloadedModel:
         Time in ``optimizer.step`` so far, without the kernels' and without waiting.
     steps
         Updates that each parameter has had.
+    asked
+        By name of a streamed parameter: the codec that is asked for its moments.
+    rounding_seed
+        Of the rounding of encoded moments, all parameters.
     residency
         The plan in force.
     saved_version
@@ -102,9 +114,15 @@ class OffloadedModel:
         )
         self.logits = LargeLogits(self.executor, self._room_bytes)
         self.executor.logits = self.logits
+        self.use_layers(layers)
         self.device = session.device.torch_device
         self.steps: dict[nn.Parameter, int] = {}
         self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self.asked = {
+            home.spec.name: session.compression.asked(home.spec.name)
+            for home in layers.homes.values()
+        }
+        self.rounding_seed = 0
         self.num_steps = 0
         self.step_seconds = 0.0
         self.last_step: StepResult | None = None
@@ -182,7 +200,12 @@ class OffloadedModel:
     def become(self, model: nn.Module, layers: Layers) -> None:
         """Speak of another model that is cut the same way."""
         self._model = weakref.ref(model)
+        self.use_layers(layers)
+
+    def use_layers(self, layers: Layers) -> None:
+        """Go on with the same cut, of another model or with other codecs."""
         self.layers = self.executor.layers = layers
+        self._by_name = {home.spec.name: p for p, home in layers.homes.items()}
 
     def intercept(self, dtype: torch.dtype | None) -> None:
         """Send the blocks' calls through the executor; ordinary parameters become ``dtype`` as well."""
@@ -297,16 +320,7 @@ class OffloadedModel:
                 format_bytes(self._reserved),
                 format_bytes(max(room, 0)),
             )
-        residency = plan_residency(
-            spec,
-            limit_bytes=limit_bytes,
-            activation_bytes=max(0, min(self._reserved, room)),
-            keep_bytes=self._keepable_bytes() + self._keep_beside,
-            keep_share=self._keep_share(),
-            resident_bytes=self.session.max_resident_bytes,
-            tile_numel=tile_numel,
-        )
-        self._check_disk(residency)
+        residency = self._residency(spec, limit_bytes)
         before = self.residency
         if not (residency.states <= before.states and residency.grads <= before.grads):
             # Tiles read ahead of a piece that is to stay would be newer than the whole that is read for it.
@@ -316,6 +330,25 @@ class OffloadedModel:
         self.residency = residency
         keepable = residency.keep_bytes - self._keep_beside
         self.executor.keeping.limit_bytes = max(keepable, 0)
+
+    def check_plan(self, spec: ModelSpec) -> None:
+        """Raise BudgetError if the model would not fit with these packs."""
+        self._residency(spec, self.session.share_bytes())
+
+    def _residency(self, spec: ModelSpec, limit_bytes: int) -> Residency:
+        tile_numel = self.pager.tile_numel
+        room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        residency = plan_residency(
+            spec,
+            limit_bytes=limit_bytes,
+            activation_bytes=max(0, min(self._reserved, room)),
+            keep_bytes=self._keepable_bytes() + self._keep_beside,
+            keep_share=self._keep_share(),
+            resident_bytes=self.session.max_resident_bytes,
+            tile_numel=tile_numel,
+        )
+        self._check_disk(spec, residency)
+        return residency
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -339,9 +372,8 @@ class OffloadedModel:
             room = max(0, min(room, self.session.max_vram_bytes - slots))
         return room
 
-    def _check_disk(self, residency: Residency) -> None:
+    def _check_disk(self, spec: ModelSpec, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
-        spec = self.layers.spec
         needed = residency.disk_bytes and residency.disk_bytes + written_bytes(spec)
         allowed = self.session.disk_room_bytes(self)
         if needed > allowed:
@@ -406,7 +438,7 @@ class OffloadedModel:
         self.steps.clear()
         self.moments.clear()
         for pack in self.layers.spec.packs:
-            for what in MOMENTS:
+            for what in moments_of(pack):
                 self.pager.discard(pack.index, what)
 
     # -- steps ----------------------------------------------------------------------------
@@ -424,8 +456,38 @@ class OffloadedModel:
     def finish_updates(self) -> None:
         """Do all that is due, and return when it is on the disk."""
         with interrupts_wait(self.executor.stop, breakable=False):
-            self.updates.finish_all()
+            self.pay_updates()
             self.pager.barrier()
+
+    def pay_updates(self) -> None:
+        """Do all that is due; what the codecs are to be is decided then, see [Note: when codecs change]."""
+        self.updates.finish_all()
+        chooser = self.updates.chooser
+        if chooser.looking:
+            changed = chooser.decide(self.codecs)
+            recode(self, changed)
+            if changed:
+                logger.info("codecs of moments changed: %s", changed)
+
+    def look_at_update(self, params: Iterable[nn.Parameter]) -> None:
+        """Measure codecs in the update that begins, if it is time and some of these are dynamic."""
+        self.updates.chooser.forget()
+        if is_looked_at(self.num_steps + 1):
+            homes = [self.layers.homes[p] for p in params if p in self.layers.homes]
+            found = {
+                home.spec.name: home.spec.numel
+                for home in homes
+                if home.spec.codec in Role.BODY.codecs
+                and self.asked[home.spec.name] == DYNAMIC
+            }
+            if found:
+                self.updates.chooser.begin(found)
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """The codec of each streamed parameter's moments, by name."""
+        specs = (home.spec for home in self.layers.homes.values())
+        return {spec.name: spec.codec for spec in specs}
 
     def begin_step(self) -> None:
         """Let a step's clock run, unless it does already."""
@@ -502,11 +564,45 @@ class OffloadedModel:
             torch.linalg.vector_norm(torch.stack(found)) if found else torch.tensor(0.0)
         )
 
+    def rounding_of(self, name: str) -> tuple[int, int]:
+        """Return step and seed of the rounding of a parameter's moments, see `megatrain_nb.codec.base.Key`."""
+        param = self._by_name[name]
+        return self.steps.get(param, 0), seed_of(self.rounding_seed, name)
+
+    def set_moments(
+        self, param: nn.Parameter, exp_avg: Tensor, exp_avg_sq: Tensor
+    ) -> None:
+        """Store both moments of a parameter; encoded ones round once.
+
+        Raises
+        ------
+        ModelError
+            They cannot be encoded: not finite, or ``exp_avg_sq`` negative.
+        """
+        home = self.layers.homes.get(param)
+        if home is None or not home.pack.encoded:
+            for what, value in zip(MOMENTS, (exp_avg, exp_avg_sq), strict=True):
+                self.moment(param, what).copy_(value)
+            return
+        flat = [
+            torch.empty(home.spec.shape, dtype=torch.float32)
+            .copy_(value)
+            .view(-1)
+            .numpy()
+            for value in (exp_avg, exp_avg_sq)
+        ]
+        self.executor.check_usable()
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.finish_update(home.pack.index)
+            with encoded_of(self, home, write=True) as (parts, key):
+                for part, data, place in parts:
+                    encode(part, Moments(*(x[place] for x in flat)), data, key)
+
     def moment(self, param: nn.Parameter, what: What) -> Tensor:
         """Return a moment as a tensor: streamed, or ordinary for a parameter that is."""
         if param in self.layers.homes:
             return streamed_tensor(
-                self.source(param, what),
+                MomentSource(self, param, self.layers.homes[param], what),
                 tuple(param.shape),
                 torch.float32,
                 torch.device("cpu"),
@@ -541,7 +637,7 @@ def offload(
     if offloaded is not None:
         offloaded.check_dtype(wanted)
         return offloaded
-    layers = cut(model, wanted)
+    layers = cut(model, wanted, session.compression)
     for param, home in layers.homes.items():
         if param.device.type == "meta":
             msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
@@ -559,6 +655,11 @@ def offload(
         offloaded.undo()
         raise
     return offloaded
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of one parameter's rounding, from that of all: else two parameters would round alike."""
+    return zlib.crc32(f"{seed}/{name}".encode())
 
 
 def prepare(model: nn.Module) -> None:

@@ -2,10 +2,11 @@
 
 [Note: pieces and slabs] A pack has four *pieces*, flat fp32 vectors of the same length: weights,
 gradients and the two moments. A split pack has five: its weights are the bf16 halves of fp32 numbers, and
-the lower halves are a piece of their own. A piece is in RAM while it has a slab; it may be used only between
+the lower halves are a piece of their own. In an encoded pack both moments are one piece of bytes, see
+[Note: encoded moments]. A piece is in RAM while it has a slab; it may be used only between
 ``need`` and ``drop``. ``drop`` leaves a resident piece where it is and sends any other one to disk if
 it changed; its slab goes back to the pool when the last byte is written. What was never written
-reads as zeros. All of it runs on the training thread; only reads, writes and the return of written
+reads as zeros, or as encoded zeros. All of it runs on the training thread; only reads, writes and the return of written
 slabs happen on I/O threads.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain_nb.codec.base import get
 from megatrain_nb.errors import StoreError
 from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.plan.timeline import Span
@@ -37,13 +40,14 @@ if TYPE_CHECKING:
 
 
 class What(Enum):
-    """The kinds of bytes of a pack: flat float32 vectors, or uint16 ones for the halves of a split pack."""
+    """The kinds of bytes of a pack: flat vectors of float32, of uint16 (halves), or of bytes (encoded moments)."""
 
     WEIGHTS = "weights"
     LOW = "low"
     GRADS = "grads"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    ENCODED = "encoded"
 
 
 MOMENTS = (What.EXP_AVG, What.EXP_AVG_SQ)
@@ -51,12 +55,17 @@ MOMENTS = (What.EXP_AVG, What.EXP_AVG_SQ)
 # What an array over a split pack's halves has; the weights among them are the bits of bf16 numbers.
 _HALVES = (What.WEIGHTS, What.LOW)
 
-Values = NDArray[np.float32] | NDArray[np.uint16]
+Values = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]
 
 
 def states_of(pack: PackSpec) -> tuple[What, ...]:
     """Return what only the update of a pack uses, besides its gradient."""
-    return (What.LOW, *MOMENTS) if pack.split else MOMENTS
+    return (What.LOW, *moments_of(pack)) if pack.split else moments_of(pack)
+
+
+def moments_of(pack: PackSpec) -> tuple[What, ...]:
+    """Return what holds the moments of a pack."""
+    return (What.ENCODED,) if pack.encoded else MOMENTS
 
 
 def master_of(pack: PackSpec) -> tuple[What, ...]:
@@ -80,6 +89,10 @@ class Piece:
         Planned to stay in RAM.
     dirty
         The RAM copy is newer than the disk's.
+    num_bytes
+        Bytes of the whole piece.
+    label
+        What its tiles are called; encoded in other codecs they have another name, so none reads another's bytes.
     """
 
     pack: PackSpec
@@ -89,17 +102,23 @@ class Piece:
     users: int = 0
     resident: bool = False
     dirty: bool = False
+    num_bytes: int = field(init=False)
+    label: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.span(0, self.pack.numel)[1]
+        self.label = self.what.value
+        if self.what is What.ENCODED:
+            codecs = ",".join(str(get(p.codec).to_config()) for p in self.pack.params)
+            self.label += f"-{zlib.crc32(codecs.encode()):08x}"
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What its elements are: float32, or uint16 for a half."""
+        """What its values are: float32, uint16 for a half, or bytes."""
+        if self.what is What.ENCODED:
+            return np.dtype(np.uint8)
         half = self.pack.split and self.what in _HALVES
         return np.dtype(np.uint16 if half else np.float32)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole piece."""
-        return self.pack.numel * self.dtype.itemsize
 
     @property
     def landed(self) -> bool:
@@ -107,14 +126,34 @@ class Piece:
         return self.slab is not None and all(read.done() for read in self.loading)
 
     def values(self) -> Values:
-        """Return the loaded values, shape (numel,)."""
+        """Return the loaded values, shape (numel,), or all bytes of encoded moments."""
         assert self.slab is not None
-        return self.slab.view(self.dtype, 0, self.pack.numel)
+        return self.slab.view(self.dtype, 0, self.num_bytes // self.dtype.itemsize)
 
-    def bytes_of(self, slab: Slab, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return the bytes of elements ``start`` to ``stop`` in a slab that begins with element 0."""
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the bytes, first and end, of a tile of elements ``start`` to ``stop``."""
+        if self.what is What.ENCODED:
+            return self.pack.encoded_span(start, stop)
+        return start * self.dtype.itemsize, stop * self.dtype.itemsize
+
+    def part(self, start: int, stop: int) -> Values:
+        """Return the loaded values of a tile."""
+        first, end = self.span(start, stop)
         size = self.dtype.itemsize
-        return slab.view(np.uint8, start * size, (stop - start) * size)
+        return self.values()[first // size : end // size]
+
+    def over(self, slab: Slab, start: int, stop: int) -> Values:
+        """Return the values of a tile in a slab of its own."""
+        first, end = self.span(start, stop)
+        return slab.view(self.dtype, 0, (end - first) // self.dtype.itemsize)
+
+    def blank(self, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """Write what a tile reads as that was never written."""
+        out.fill(0)
+        if self.what is What.ENCODED:
+            for part in self.pack.moment_parts(start, stop):
+                place = slice(part.first_byte, part.first_byte + part.num_bytes)
+                get(part.param.codec).blank(out[place])
 
     def __str__(self) -> str:
         return f"{self.what.value} of {self.pack.name}"
@@ -187,7 +226,7 @@ class Pager:
         self._pieces = {
             (pack.index, what): Piece(pack, what)
             for pack in packs
-            for what in (*master_of(pack), What.GRADS, *MOMENTS)
+            for what in (*master_of(pack), What.GRADS, *moments_of(pack))
         }
         self._writing: dict[str, Future[None]] = {}
         self._held: list[Piece] = []
@@ -231,7 +270,9 @@ class Pager:
             for key, start, stop in self._tiles(piece):
                 if blank and key not in self.store:
                     continue
-                future = self._read(key, piece.bytes_of(slab, start, stop))
+                first, end = piece.span(start, stop)
+                out = slab.view(np.uint8, first, end - first)
+                future = self._read(piece, start, stop, out)
                 if future is not None:
                     piece.loading.append(future)
         except BaseException:
@@ -303,7 +344,8 @@ class Pager:
         tiles = self._tiles(piece)
         landing = _Landing(len(tiles), slab, self.pool)
         for key, start, stop in tiles:
-            self._write(piece, key, piece.bytes_of(slab, start, stop), landing)
+            first, end = piece.span(start, stop)
+            self._write(piece, key, slab.view(np.uint8, first, end - first), landing)
 
     def is_blank(self, pack: int, what: What) -> bool:
         """Whether a piece was never written, so that it reads as zeros."""
@@ -329,6 +371,18 @@ class Pager:
         for key, _, _ in self._tiles(piece):
             if key in self.store:
                 self.store.delete(key)
+
+    def swap(self, pack: PackSpec, moments: Iterable[Piece]) -> None:
+        """Let a pack have moments in other codecs, and forget the ones before."""
+        for what in moments_of(self.packs[pack.index]):
+            self.discard(pack.index, what)
+            del self._pieces[pack.index, what]
+        self.packs = tuple(pack if p.index == pack.index else p for p in self.packs)
+        for (index, _), piece in self._pieces.items():
+            if index == pack.index:
+                piece.pack = pack
+        for piece in moments:
+            self._pieces[pack.index, piece.what] = piece
 
     @contextmanager
     def opened(
@@ -359,7 +413,9 @@ class Pager:
 
     def tile_key(self, piece: Piece, start: int) -> str:
         """Return the store's key of the tile that begins at element ``start``."""
-        return f"{self._prefix}{piece.what.value}/{piece.pack.index}/{start // self.tile_numel}"
+        return (
+            f"{self._prefix}{piece.label}/{piece.pack.index}/{start // self.tile_numel}"
+        )
 
     def read_tile(
         self, piece: Piece, start: int, stop: int, *, patient: bool
@@ -367,18 +423,32 @@ class Pager:
         """Start to read one tile of a piece that is on disk into a slab of its own; None if there is no room."""
         key = self.tile_key(piece, start)
         self._wait_writes(piece, key)
-        num_bytes = (stop - start) * piece.dtype.itemsize
-        slab = self._take(num_bytes, "tiles of the update", patient=patient)
+        first, end = piece.span(start, stop)
+        slab = self._take(end - first, "tiles of the update", patient=patient)
         if slab is None:
             return None
-        return slab, self._read(key, slab.view(np.uint8, 0, num_bytes))
+        out = slab.view(np.uint8, 0, end - first)
+        return slab, self._read(piece, start, stop, out)
 
     def write_tile(self, piece: Piece, start: int, slab: Slab) -> None:
         """Write one tile behind; the slab goes back to the pool when it is on disk."""
         landing = _Landing(1, slab, self.pool)
-        numel = min(self.tile_numel, piece.pack.numel - start)
-        data = piece.bytes_of(slab, 0, numel)
+        stop = min(start + self.tile_numel, piece.pack.numel)
+        first, end = piece.span(start, stop)
+        data = slab.view(np.uint8, 0, end - first)
         self._write(piece, self.tile_key(piece, start), data, landing)
+
+    def borrow(self, num_bytes: int, what: str) -> Slab:
+        """Take a slab from the pool, which is to get it back.
+
+        Raises
+        ------
+        BudgetError
+            No room, and nothing that would make room.
+        """
+        slab = self._take(num_bytes, what, patient=True)
+        assert slab is not None
+        return slab
 
     def wait_for(self, future: Future[None] | None, what: str) -> None:
         """Wait for one read, and count the wait."""
@@ -463,10 +533,13 @@ class Pager:
                 "close the session, make room or choose another offload_dir, and start again"
             )
 
-    def _read(self, key: str, out: NDArray[np.uint8]) -> Future[None] | None:
+    def _read(
+        self, piece: Piece, start: int, stop: int, out: NDArray[np.uint8]
+    ) -> Future[None] | None:
+        key = self.tile_key(piece, start)
         if key in self.store:
             return self.store.get_into(key, out)
-        out.fill(0)
+        piece.blank(start, stop, out)
         return None
 
     def _tiles(self, piece: Piece) -> list[tuple[str, int, int]]:

@@ -13,7 +13,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Self
 
 from megatrain_nb.codec import split
+from megatrain_nb.codec.choice import Compression, parse_compression
 from megatrain_nb.errors import ArgumentError, SessionError
+from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
@@ -27,6 +29,7 @@ from megatrain_nb.store.preflight import check_directory
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     import torch
@@ -66,6 +69,8 @@ class Session:
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
+    compression
+        What `init` was asked for Adam's moments.
     callbacks
         Listeners; append a `Callback`.
     shown
@@ -86,16 +91,18 @@ class Session:
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
         device: Device,
+        compression: Compression | None = None,
     ) -> None:
-        heap.return_freed_memory()
-        load_code()
+        self.max_ram_bytes = max_ram_bytes or round(
+            _DEFAULT_RAM_SHARE * rss.available_bytes()
+        )
+        self.compression = compression or Compression()
+        heap.return_freed_memory(self.max_ram_bytes)
+        load_code(self.compression)
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.max_vram_bytes = max_vram_bytes
         self.max_disk_bytes = max_disk_bytes
-        self.max_ram_bytes = max_ram_bytes or round(
-            _DEFAULT_RAM_SHARE * rss.available_bytes()
-        )
         self.max_resident_bytes: int | None = None
         self.max_kept_bytes: int | None = None
         self.keep_share: float | None = None
@@ -216,7 +223,7 @@ class Session:
         BudgetError
             A share is too small.
         """
-        share = self.max_ram_bytes // len(self._models)
+        share = self.share_bytes()
         self.pool.limit_bytes = self.max_ram_bytes
         for model in self._models:
             model.plan(share)
@@ -229,6 +236,10 @@ class Session:
         for model in self._models:
             model.pager.shrink(limit)
         self.pool.limit_bytes = limit
+
+    def share_bytes(self) -> int:
+        """Return what each model may have of the RAM, in bytes."""
+        return self.max_ram_bytes // len(self._models)
 
     def give_turn(self, model: OffloadedModel) -> None:
         """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
@@ -371,7 +382,7 @@ def init(
     max_vram_gb: float | str | None = None,
     max_ram_gb: float | str | None = None,
     max_disk_gb: float | str | None = None,
-    optimizer_compression: bool | str = False,
+    optimizer_compression: bool | str | Mapping[str, bool | str] = False,
     device: str | torch.device | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
@@ -385,7 +396,11 @@ def init(
         memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
         the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
     optimizer_compression
-        False: Adam's moments are fp32. Compressed moments come in a later version.
+        How Adam's moments are stored: False, as fp32; ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised;
+        ``"dynamic"`` or True, in 2 to 4 bits by an error budget. Or a mapping from patterns of parameter or module
+        names to these; the first that matches counts, and what none matches stays fp32. Vectors, norms and
+        parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
+        docs/codecs.md for what each loses.
     device
         ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one.
 
@@ -397,17 +412,12 @@ def init(
     Raises
     ------
     ArgumentError
-        A size, directory or device that cannot be used, or compression.
+        A size, directory, device or compression that cannot be used.
     SessionError
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    if optimizer_compression is not False:
-        msg = (
-            f"optimizer_compression={optimizer_compression!r}: only False (fp32 moments) works in this version; "
-            "lossless packing and 8, 4, 3 and 2 bit moments are to come"
-        )
-        raise ArgumentError(msg)
+    compression = parse_compression(optimizer_compression)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -432,16 +442,20 @@ def init(
         max_disk_bytes=sizes["max_disk_gb"],
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
+        compression=compression,
     )
     return _current
 
 
-def load_code() -> None:
+def load_code(compression: Compression | None = None) -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
     warm_up()
     warm_up(split=True)
     split.warm_up()
+    for codec in () if compression is None else compression.codecs():
+        encoded.warm_up(codec)
+        encoded.warm_up(codec, split=True)
 
 
 def current_session() -> Session | None:

@@ -152,3 +152,30 @@ def test_bad_arguments_of_decode() -> None:
     v.flags.writeable = False
     with pytest.raises(ArgumentError, match="exp_avg_sq is read-only"):
         codec.decode(np.zeros(codec.encoded_bytes(8), np.uint8), m, v)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1, 128, 700])
+def test_blank_is_encoded_zeros_whatever_the_key(name: str, size: int) -> None:
+    codec = base.get(name)
+    zeros = np.zeros(size, np.float32)
+    out = np.full(codec.encoded_bytes(size), 0xAA, np.uint8)
+    codec.blank(out)
+    for key in (Key(0, 1, 0), Key(256, 2**32 - 1, 77)):
+        assert np.array_equal(out, encoded(codec, zeros, zeros, key))
+    m, v = decoded(codec, out, size)
+    assert not m.any()
+    assert (v <= 2.0**-125).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_passes_leave_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """numpy's way through a long array does not show."""
+    codec, size = base.get(name), 9 * BLOCK + 5
+    m, v = moments(np.random.default_rng(8), size)
+    whole = encoded(codec, m, v, Key(BLOCK, 3, 4))
+    back = decoded(codec, whole, size)
+    monkeypatch.setattr("megatrain_nb.codec.quantised.blocks.PASS", 2 * BLOCK)
+    assert np.array_equal(whole, encoded(codec, m, v, Key(BLOCK, 3, 4)))
+    for a, b in zip(back, decoded(codec, whole, size), strict=True):
+        assert np.array_equal(a, b)

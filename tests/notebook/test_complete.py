@@ -19,6 +19,9 @@ if TYPE_CHECKING:
         ("init --max-v", "--max-v", ["--max-vram"]),
         ("init --max-ram ", "", []),
         ("init --device c", "c", ["cpu", "cuda"]),
+        ("init --comp", "--comp", ["--compress"]),
+        ("init --compress 4", "4", ["4bit"]),
+        ("init --compress ", "", ["8bit", "4bit", "3bit", "2bit", "dynamic"]),
         ("nonsense -", "-", []),
     ],
 )

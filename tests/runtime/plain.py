@@ -249,7 +249,11 @@ def plain_trace_of(case: Case, steps: int = 5) -> Trace:
 
 @contextmanager
 def opened(
-    path: Path, place: str, device: str = "host", tile_numel: int = TILE_NUMEL
+    path: Path,
+    place: str,
+    device: str = "host",
+    tile_numel: int = TILE_NUMEL,
+    compression: Any = False,
 ) -> Iterator[Session]:
     """Open a session in which models live where ``place`` says: ``"ram"``, ``"disk"`` or ``"mixed"``."""
     defaults = Pager.__init__.__kwdefaults__
@@ -257,7 +261,9 @@ def opened(
     before = defaults["tile_numel"]
     defaults["tile_numel"] = tile_numel
     try:
-        with mt.init(path, max_ram_gb=2.0) as session:
+        with mt.init(
+            path, max_ram_gb=2.0, optimizer_compression=compression
+        ) as session:
             if device == "slots":
                 session.device = SlotDevice(CPU)
             session.max_resident_bytes = {"ram": None, "disk": 0, "mixed": 120_000}[

@@ -44,17 +44,21 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 import numpy as np
 from numpy import uint32 as u4
 
-from megatrain_nb.codec.base import BLOCK, Codec
+from megatrain_nb.codec.base import BLOCK, Codec, Key
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
-    from megatrain_nb.codec.base import F32, U8, Key
+    from megatrain_nb.codec.base import F32, U8
 
     U16 = NDArray[np.uint16]
     U32 = NDArray[np.uint32]
 
 HALF = BLOCK // 2
+PASS = 512 * BLOCK
+"""Elements that numpy encodes or decodes at once."""
 HEADER_BYTES = 3
 LARGEST_V = u4(0x7F000000)
 """2**127: what v is capped at, as an fp32 pattern."""
@@ -139,22 +143,42 @@ class BlockCodec(Codec):
     def _row_bytes(self) -> int:
         return self.bits * BLOCK // 8
 
+    def _blank(self, out: U8) -> None:
+        zeros = np.zeros(BLOCK, np.float32)
+        one = np.empty(self.encoded_bytes(BLOCK), np.uint8)
+        self._encode(zeros, zeros, one, Key(0, 0, 0))
+        many, row = self.planes(out), self.planes(one)
+        many.m[:], many.v[:], many.scale[:], many.top[:] = row
+
     def _encode(self, exp_avg: F32, exp_avg_sq: F32, out: U8, key: Key) -> None:
         planes = self.planes(out)
-        noise = dither(key, len(planes.top))
-        v_codes, top = quantise_v(_blocks(exp_avg_sq), noise, self.bits, self.shift)
-        with np.errstate(all="ignore"):  # inf and 1e38 are the codec's business
-            m_codes, scale = self.quantise_m(_blocks(exp_avg), v_codes, noise)
-        planes.m[:], planes.v[:] = pack(m_codes, self.bits), pack(v_codes, self.bits)
-        planes.scale[:], planes.top[:] = scale, top
+        for part, rows in _passes(exp_avg.size):
+            some = planes.rows(rows)
+            noise = dither(key._replace(first=key.first + part.start), len(some.top))
+            v_codes, top = quantise_v(
+                _blocks(exp_avg_sq[part]), noise, self.bits, self.shift
+            )
+            with np.errstate(all="ignore"):  # inf and 1e38 are the codec's business
+                m_codes, scale = self.quantise_m(_blocks(exp_avg[part]), v_codes, noise)
+            some.m[:], some.v[:] = pack(m_codes, self.bits), pack(v_codes, self.bits)
+            some.scale[:], some.top[:] = scale, top
 
     def _decode(self, encoded: U8, exp_avg: F32, exp_avg_sq: F32) -> None:
         planes = self.planes(encoded)
-        v_codes, m_codes = unpack(planes.v, self.bits), unpack(planes.m, self.bits)
-        m = self.restore_m(m_codes, planes.scale, v_codes)
-        v = restore_v(v_codes, planes.top, self.shift)
-        exp_avg[:] = m.ravel()[: exp_avg.size]
-        exp_avg_sq[:] = v.ravel()[: exp_avg.size]
+        for part, rows in _passes(exp_avg.size):
+            some = planes.rows(rows)
+            v_codes, m_codes = unpack(some.v, self.bits), unpack(some.m, self.bits)
+            m = self.restore_m(m_codes, some.scale, v_codes)
+            v = restore_v(v_codes, some.top, self.shift)
+            size = part.stop - part.start
+            exp_avg[part], exp_avg_sq[part] = m.ravel()[:size], v.ravel()[:size]
+
+
+def _passes(size: int) -> Iterator[tuple[slice, slice]]:
+    """Yield elements and blocks of one pass, so that numpy's temporaries stay small."""
+    for start in range(0, size, PASS):
+        stop = min(start + PASS, size)
+        yield slice(start, stop), slice(start // BLOCK, -(-stop // BLOCK))
 
 
 # ----------------------------------------------------------------- planes
