@@ -23,10 +23,12 @@ from megatrain_nb.errors import (
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from megatrain_nb.notebook.replay import replay
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.load import from_config
     from megatrain_nb.runtime.recode import recompress
+    from megatrain_nb.runtime.recording import export_trace, record
     from megatrain_nb.runtime.session import Session, current_session, init
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
@@ -44,9 +46,12 @@ _LAZY = {
     "StepResult": "runtime.callbacks",
     "Trainer": "runtime.trainer",
     "current_session": "runtime.session",
+    "export_trace": "runtime.recording",
     "from_config": "runtime.load",
     "init": "runtime.session",
     "recompress": "runtime.recode",
+    "record": "runtime.recording",
+    "replay": "notebook.replay",
     "save_pretrained": "runtime.export",
     "train_step": "runtime.wrap",
     "unwrap": "runtime.wrap",
@@ -66,9 +71,12 @@ __all__ = [
     "StoreError",
     "Trainer",
     "current_session",
+    "export_trace",
     "from_config",
     "init",
     "recompress",
+    "record",
+    "replay",
     "save_pretrained",
     "train_step",
     "unwrap",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.base import get
 from megatrain_nb.codec.dynamic import Role, role_of
-from megatrain_nb.codec.names import DYNAMIC, NAMES, RAW
+from megatrain_nb.codec.names import DYNAMIC, LOSSLESS, NAMES, RAW
 from megatrain_nb.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -152,5 +152,8 @@ def parse_name(value: object, *, name: str = "optimizer_compression") -> str:
             get(value)
         return value
     known = ", ".join(f'"{known}"' for known in NAMES)
-    msg = f"{name}={value!r} is not known; give False (fp32 moments), {known}, or True (dynamic)"
+    msg = (
+        f"{name}={value!r} is not known; give False (fp32 moments), {known}, or True (dynamic). For the whole model "
+        f'mt.init also takes "{LOSSLESS}"'
+    )
     raise ArgumentError(msg)

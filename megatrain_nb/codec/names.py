@@ -10,3 +10,6 @@ DYNAMIC = "dynamic"
 
 NAMES = ("8bit", "4bit", "3bit", "2bit", DYNAMIC)
 """What a user may ask for by name."""
+
+LOSSLESS = "lossless"
+"""What a user may ask for by name for the whole model: packed on disk, bit for bit."""

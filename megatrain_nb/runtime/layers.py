@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain_nb.codec.choice import Compression
 from megatrain_nb.errors import ArgumentError, ModelError
@@ -82,6 +82,12 @@ class Home:
     def dtype(self) -> torch.dtype:
         """What the parameter computes in."""
         return torch.bfloat16 if self.pack.split else torch.float32
+
+
+def part_of(flat: Tensor, home: Home) -> Tensor:
+    """Return a parameter's values as a view of its pack's flat vector."""
+    spec = home.spec
+    return flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
 
 
 @dataclass(frozen=True)

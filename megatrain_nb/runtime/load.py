@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.runtime.layers import cut, parse_dtype
-from megatrain_nb.runtime.offload import OffloadedModel, prepare
+from megatrain_nb.runtime.offload import OffloadedModel, move_what_stays, prepare
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tensor import stream_parameter
 
@@ -125,6 +125,7 @@ def _finish(
         msg = f"{type(model).__name__} has other blocks than on the meta device; make it with from_config of transformers"
         raise ModelError(msg)
     prepare(model)
+    move_what_stays(model, layers, offloaded.device)
     offloaded.become(model, layers)
     for param in layers.homes:
         stream_parameter(param, offloaded.source(param), offloaded.device, dtype)

@@ -148,7 +148,7 @@ class AdamW(torch.optim.Optimizer):
             raise ModelError(msg)
         scale = clip_coefficient(self.last_grad_norm, max_norm)
         configs = {
-            param: _config(group)
+            param: _config(group, offloaded.session.controls.lr_factor)
             for group in self.param_groups
             for param in group["params"]
         }
@@ -449,10 +449,10 @@ def _update_ordinary(
             tensor.copy_(host)
 
 
-def _config(group: dict[str, Any]) -> AdamWConfig:
+def _config(group: dict[str, Any], lr_factor: float = 1.0) -> AdamWConfig:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     return AdamWConfig(
-        lr=float(group["lr"]),
+        lr=float(group["lr"]) * lr_factor,
         beta1=beta1,
         beta2=beta2,
         eps=float(group["eps"]),

@@ -8,6 +8,10 @@ the lower halves are a piece of their own. In an encoded pack both moments are o
 it changed; its slab goes back to the pool when the last byte is written. What was never written
 reads as zeros, or as encoded zeros. All of it runs on the training thread; only reads, writes and the return of written
 slabs happen on I/O threads.
+
+[Note: leases] A device with memory of its own copies out of slabs and into them while the training thread goes
+on. Such a piece is *lent* until the copy is over: ``need`` waits for it, and ``settle`` puts it off, so that its
+bytes are neither used nor given back too early.
 """
 
 from __future__ import annotations
@@ -25,9 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_nb.codec.base import get
+from megatrain_nb.codec.lossless.chunks import name_of
 from megatrain_nb.errors import StoreError
+from megatrain_nb.plan.layout import PieceLayout
 from megatrain_nb.plan.model import TILE_NUMEL
-from megatrain_nb.plan.timeline import Span
+from megatrain_nb.plan.timeline import HIT, LATE, MISS, Span
 from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import PackSpec
+    from megatrain_nb.runtime.lanes import Work
     from megatrain_nb.store.base import Store
     from megatrain_nb.store.host import HostPool, Slab
 
@@ -89,6 +96,8 @@ class Piece:
         Planned to stay in RAM.
     dirty
         The RAM copy is newer than the disk's.
+    lease
+        The device's last copy out of ``slab`` or into it.
     num_bytes
         Bytes of the whole piece.
     label
@@ -102,6 +111,7 @@ class Piece:
     users: int = 0
     resident: bool = False
     dirty: bool = False
+    lease: Work | None = None
     num_bytes: int = field(init=False)
     label: str = field(init=False)
 
@@ -122,8 +132,15 @@ class Piece:
 
     @property
     def landed(self) -> bool:
-        """Whether it is in RAM, and nothing of it still to come."""
-        return self.slab is not None and all(read.done() for read in self.loading)
+        """Whether it is in RAM, and nothing of it still to come or to leave for a device."""
+        if self.slab is None or self.lent:
+            return False
+        return all(read.done() for read in self.loading)
+
+    @property
+    def lent(self) -> bool:
+        """Whether a device still copies out of it or into it."""
+        return self.lease is not None and not self.lease.done()
 
     def values(self) -> Values:
         """Return the loaded values, shape (numel,), or all bytes of encoded moments."""
@@ -190,6 +207,8 @@ class _Landing:
 class Pager:
     """Moves pieces between RAM and disk within the pool's budget.
 
+    Pieces of the kinds in ``packed`` are packed on disk, bit for bit; in RAM nothing is.
+
     Attributes
     ----------
     broken
@@ -200,6 +219,8 @@ class Pager:
         Gives back some memory that was read ahead; False if there is none.
     is_due
         Whether a pack's update is due: then its gradient can no longer be dropped.
+    prefix
+        What its keys in the store begin with.
     wait_seconds
         Time that the training thread has waited for the disk so far.
     """
@@ -212,6 +233,7 @@ class Pager:
         pool: HostPool,
         store: Store,
         on_span: Callable[[Span], None],
+        packed: Container[What] = (),
         tile_numel: int = TILE_NUMEL,
     ) -> None:
         self.packs = packs
@@ -221,8 +243,9 @@ class Pager:
         self.wait_seconds = 0.0
         self.broken = ""
         self.lost: dict[int, str] = {}
-        self._prefix = prefix
+        self.prefix = prefix
         self._on_span = on_span
+        self._packed = packed
         self._pieces = {
             (pack.index, what): Piece(pack, what)
             for pack in packs
@@ -230,6 +253,7 @@ class Pager:
         }
         self._writing: dict[str, Future[None]] = {}
         self._held: list[Piece] = []
+        self._leaving: dict[Piece, None] = {}
         self.give_way: Callable[[], bool] = lambda: False
         self.is_due: Callable[[int], bool] = lambda _: False
 
@@ -251,7 +275,7 @@ class Pager:
         patient
             Wait for room.
         blank
-            What was never written need not read as zeros: it is overwritten, or not looked at.
+            Nothing is read, and the values are arbitrary: they are overwritten, or not looked at.
 
         Raises
         ------
@@ -259,6 +283,7 @@ class Pager:
             With ``patient``: no room, and nothing that would make room.
         """
         piece = self._pieces[pack, what]
+        self._leaving.pop(piece, None)  # it is wanted again
         if piece.slab is not None:
             return True
         self._wait_writes(piece)
@@ -267,9 +292,8 @@ class Pager:
             return False
         piece.slab = slab
         try:
-            for key, start, stop in self._tiles(piece):
-                if blank and key not in self.store:
-                    continue
+            self._tell("ENTER", self._key(piece), 0 if blank else self._stored(piece))
+            for start, stop in () if blank else piece.pack.tiles(self.tile_numel):
                 first, end = piece.span(start, stop)
                 out = slab.view(np.uint8, first, end - first)
                 future = self._read(piece, start, stop, out)
@@ -280,10 +304,20 @@ class Pager:
             raise
         return True
 
-    def need(self, pack: int, what: What, *, blank: bool = False) -> Values:
-        """Return a piece's values in RAM, shape (numel,); ``drop`` it after use."""
+    def need(
+        self, pack: int, what: What, *, blank: bool = False, foreseen: bool = True
+    ) -> Values:
+        """Return a piece's values in RAM, shape (numel,); ``drop`` it after use.
+
+        ``foreseen`` is False for a use that nothing predicts: it is no hit and no miss.
+        """
         piece = self._pieces[pack, what]
+        begin = time.perf_counter()
+        missed = piece.slab is None
+        late = not piece.landed
         self.fetch(pack, what, patient=True, blank=blank)
+        self._end_lease(piece)
+        from_disk = foreseen and bool(piece.loading)
         if piece.loading:
             try:
                 self._wait_all(piece.loading, f"reading the {piece}")
@@ -295,20 +329,29 @@ class Pager:
                         self._forget_slab(other)
                 raise
             piece.loading = []
+        if from_disk:
+            outcome = MISS if missed else LATE if late else HIT
+            self._tell_need(self._key(piece), piece.num_bytes, begin, outcome)
         piece.users += 1
         return piece.values()
 
     def need_all(
-        self, wanted: Iterable[tuple[int, What]], *, blank: Container[int] = ()
+        self,
+        wanted: Iterable[tuple[int, What]],
+        *,
+        blank: Container[int] = (),
+        foreseen: bool = True,
     ) -> dict[tuple[int, What], Values]:
         """Return the values of several pieces, by (pack, what); where one fails, none is in use.
 
-        ``blank`` are the packs of which `fetch` may leave out what was never written.
+        ``blank`` are the packs of which `fetch` reads nothing.
         """
         found = {}
         with ExitStack() as undo:
             for pack, what in wanted:
-                found[pack, what] = self.need(pack, what, blank=pack in blank)
+                found[pack, what] = self.need(
+                    pack, what, blank=pack in blank, foreseen=foreseen
+                )
                 undo.callback(self.drop, pack, what)
             undo.pop_all()
         return found
@@ -337,15 +380,29 @@ class Pager:
         """Put an unused piece where the plan wants it."""
         if piece.slab is None or piece.users or piece.resident:
             return
+        if piece.lent:
+            self._leaving[piece] = None
+            return
         if not piece.dirty:
             self._forget_slab(piece)
             return
+        self._tell("LEAVE", self._key(piece), piece.num_bytes)
         slab, piece.slab, piece.dirty = piece.slab, None, False
         tiles = self._tiles(piece)
         landing = _Landing(len(tiles), slab, self.pool)
         for key, start, stop in tiles:
             first, end = piece.span(start, stop)
             self._write(piece, key, slab.view(np.uint8, first, end - first), landing)
+
+    def lend(self, pack: int, what: What, until: Work) -> None:
+        """Note that a device copies out of a piece in use, or into it; whoever needs it next waits for the end."""
+        self._pieces[pack, what].lease = until
+
+    def end_leases(self) -> None:
+        """Settle what was put off and is no longer lent; never waits."""
+        for piece in [piece for piece in self._leaving if not piece.lent]:
+            del self._leaving[piece]
+            self.settle(piece)
 
     def is_blank(self, pack: int, what: What) -> bool:
         """Whether a piece was never written, so that it reads as zeros."""
@@ -392,9 +449,10 @@ class Pager:
         pieces = [self._pieces[pack, each] for each in what]
         if not all(piece in self._held for piece in pieces):
             self.close_held()
-            self.need_all((pack, each) for each in what)
+            self.need_all(((pack, each) for each in what), foreseen=False)
             self._held = [*pieces]
         for piece in pieces:
+            self._end_lease(piece)
             # Whoever opens another one meanwhile must not take these away.
             piece.users += 1
         try:
@@ -413,9 +471,7 @@ class Pager:
 
     def tile_key(self, piece: Piece, start: int) -> str:
         """Return the store's key of the tile that begins at element ``start``."""
-        return (
-            f"{self._prefix}{piece.label}/{piece.pack.index}/{start // self.tile_numel}"
-        )
+        return f"{self._key(piece)}/{start // self.tile_numel}"
 
     def read_tile(
         self, piece: Piece, start: int, stop: int, *, patient: bool
@@ -455,8 +511,24 @@ class Pager:
         if future is not None:
             self._wait_all([future], what)
 
+    def wait_for_tile(
+        self, piece: Piece, start: int, reading: Future[None] | None, *, missed: bool
+    ) -> None:
+        """Wait for the read of a tile, and count the wait; ``missed`` if it was not read ahead."""
+        if reading is None:
+            return
+        begin, late = time.perf_counter(), not reading.done()
+        self._wait_all([reading], f"reading tiles of {piece.pack.name}")
+        first, end = piece.span(start, min(start + self.tile_numel, piece.pack.numel))
+        outcome = MISS if missed else LATE if late else HIT
+        self._tell_need(self.tile_key(piece, start), end - first, begin, outcome)
+
     def settle_writes(self, what: What) -> None:
         """Return when the writes of one kind have landed; raises what one of them raised."""
+        for piece in self._pieces.values():
+            if piece.what is what:
+                self._end_lease(piece)
+        self.end_leases()
         for piece in self._pieces.values():
             if piece.what is what:
                 self._wait_writes(piece)
@@ -466,6 +538,9 @@ class Pager:
     def barrier(self) -> None:
         """Return when every write has landed; raises what a write raised."""
         self.close_held()
+        for piece in list(self._leaving):
+            self._end_lease(piece)
+        self.end_leases()
         self._wait_keys(list(self._writing), "writing tiles")
 
     def apply(self, residency: Residency) -> None:
@@ -489,14 +564,16 @@ class Pager:
     def reset(self) -> None:
         """After an error: nobody uses anything any more."""
         self._held.clear()
+        self._leaving.clear()
         for piece in self._pieces.values():
             piece.users = 0
+            self._end_lease(piece)
             self.settle(piece)
 
     def delete_all(self) -> None:
         """Delete every tile from the store."""
         for key in self.store.keys():  # noqa: SIM118
-            if key.startswith(self._prefix):
+            if key.startswith(self.prefix):
                 self.store.delete(key)
 
     def close(self) -> None:
@@ -509,12 +586,60 @@ class Pager:
             piece.users = 0
             self._forget_slab(piece)
 
+    def layout(self) -> list[PieceLayout]:
+        """Return every piece's bytes, and where it is."""
+        return [
+            PieceLayout(self._key(piece), piece.num_bytes, piece.resident, piece.landed)
+            for piece in self._pieces.values()
+        ]
+
     # -- inside ---------------------------------------------------------------------------------------
+
+    def _key(self, piece: Piece) -> str:
+        return f"{self.prefix}{piece.label}/{piece.pack.index}"
+
+    def _stored(self, piece: Piece) -> int:
+        """Return the bytes of a piece that the store holds: the rest reads as zeros."""
+        stored = (
+            piece.span(start, stop)
+            for key, start, stop in self._tiles(piece)
+            if key in self.store
+        )
+        return sum(end - first for first, end in stored)
+
+    def _tell(self, kind: str, key: str, num_bytes: int) -> None:
+        now = time.perf_counter()
+        self._on_span(
+            Span(
+                kind=kind,
+                name=key,
+                start_s=now,
+                end_s=now,
+                num_bytes=num_bytes,
+                lane="disk",
+            )
+        )
+
+    def _tell_need(self, key: str, num_bytes: int, begin: float, outcome: str) -> None:
+        """Say how a piece or tile was found; see the note in plan/timeline.py."""
+        end = begin if outcome == HIT else time.perf_counter()
+        self._on_span(
+            Span(
+                kind="NEED",
+                name=key,
+                start_s=begin,
+                end_s=end,
+                num_bytes=num_bytes,
+                outcome=outcome,
+            )
+        )
 
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
     ) -> None:
-        future = self.store.put(key, data)
+        packed = piece.what in self._packed
+        codec = name_of(piece.dtype.itemsize) if packed else "raw"
+        future = self.store.put(key, data, codec=codec)
         self._writing[key] = landing.done
         future.add_done_callback(lambda write: self._check_written(piece, write))
         future.add_done_callback(landing)
@@ -551,6 +676,11 @@ class Pager:
     def _take(self, num_bytes: int, what: str, *, patient: bool) -> Slab | None:
         """Take a slab; with patience wait for writes behind and give up what was read ahead."""
         while (slab := self.pool.try_take(num_bytes, what=what)) is None:
+            if self._leaving:
+                before = len(self._leaving)
+                self.end_leases()
+                if len(self._leaving) < before:
+                    continue
             if not patient:
                 return None
             if not self._make_room():
@@ -565,6 +695,10 @@ class Pager:
         if self._held:
             self.close_held()
             return True
+        if self._leaving:
+            self._end_lease(next(iter(self._leaving)))
+            self.end_leases()
+            return True
         unused = [
             piece
             for piece in self._pieces.values()
@@ -572,13 +706,18 @@ class Pager:
         ]
         if unused:
             # First one that must be written: it is needed later than one just read.
-            self.settle(min(unused, key=lambda piece: not piece.dirty))
+            piece = min(unused, key=lambda piece: not piece.dirty)
+            self._end_lease(piece)
+            self.settle(piece)
             return True
         return self.give_way()
 
     def _forget_slab(self, piece: Piece) -> None:
         if piece.slab is None:
             return
+        self._leaving.pop(piece, None)
+        self._end_lease(piece)
+        self._tell("LEAVE", self._key(piece), 0)
         slab, piece.slab = piece.slab, None
         loading, piece.loading = piece.loading, []
         self.give_up(slab, loading, what=f"reading the {piece}")
@@ -595,6 +734,14 @@ class Pager:
         elif not self.broken:
             # A late read may still write into the slab: it is never used again.
             self.broken = f"{what} does not end: the disk is stalled"
+
+    def _end_lease(self, piece: Piece) -> None:
+        """Wait until no device copies out of a piece or into it."""
+        lease, piece.lease = piece.lease, None
+        if lease is None or lease.done():
+            return
+        with self._counted(f"copying the {piece}"):
+            lease.wait()
 
     def _wait_writes(self, piece: Piece, *only: str) -> None:
         """Let a piece's writes land: a read must see the last version."""
@@ -615,10 +762,16 @@ class Pager:
                     del self._writing[key]
 
     def _wait_all(self, futures: list[Future[None]], what: str) -> None:
-        start = time.perf_counter()
-        try:
+        with self._counted(what):
             for future in futures:
                 wait(future, what=what)
+
+    @contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        start = time.perf_counter()
+        try:
+            yield
         finally:
             end = time.perf_counter()
             if end - start > 1e-5:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from megatrain_nb.codec.base import Key
 from megatrain_nb.codec.split import Split, join, split
-from megatrain_nb.runtime.device import tensor_over
-from megatrain_nb.runtime.executor import part_of
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.lanes import tensor_over
+from megatrain_nb.runtime.layers import part_of
 from megatrain_nb.runtime.pager import MOMENTS, What, master_of
 from megatrain_nb.runtime.recode import Moments, decode, encode
 from megatrain_nb.runtime.tensor import Source, StreamedTensor, streamed_tensor

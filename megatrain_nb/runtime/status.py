@@ -77,6 +77,10 @@ class Status:
         The last optimizer step, or None.
     process_bytes
         Resident memory of the whole process, as the kernel counts it.
+    packed_sizes
+        Bytes of what is packed on disk: unpacked, and as they are there.
+    pinned_bytes
+        RAM of the session's that is page-locked for copies to a device.
     """
 
     tiers: dict[str, TierStatus]
@@ -85,6 +89,8 @@ class Status:
     notes: tuple[str, ...]
     directory: str
     process_bytes: int
+    packed_sizes: tuple[int, int] = (0, 0)
+    pinned_bytes: int = 0
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and text of every line."""
@@ -103,9 +109,22 @@ class Status:
         rows.append(
             (
                 "process",
-                f"{format_bytes(self.process_bytes)} resident, everything included",
+                f"{format_bytes(self.process_bytes)} resident, everything included"
+                + (
+                    f"; {format_bytes(self.pinned_bytes)} page-locked for copies to the device"
+                    if self.pinned_bytes
+                    else ""
+                ),
             )
         )
+        unpacked, packed = self.packed_sizes
+        if packed:
+            rows.append(
+                (
+                    "packed",
+                    f"{format_bytes(unpacked)} take {format_bytes(packed)} on disk, bit for bit ({unpacked / packed:.2f}x)",
+                )
+            )
         for model in self.models:
             rows += [
                 (
@@ -156,6 +175,14 @@ class Status:
                     f"{format_bytes(step.read_bytes)} read, {format_bytes(step.written_bytes)} written",
                 ),
             ]
+            if step.onloaded_bytes:
+                rows.append(
+                    (
+                        "its copies",
+                        f"{format_bytes(step.onloaded_bytes)} to the device, {format_bytes(step.offloaded_bytes)} back, "
+                        f"{format_seconds(step.link_seconds)} beside computing",
+                    )
+                )
         rows.append(("directory", self.directory))
         rows += [("note", note) for note in self.notes]
         return rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,6 +110,7 @@ class Trainer(transformers.Trainer):
                 self._offloaded_of(model), optimizer, None, self._nonfinite
             )
         self._window: list[tuple[nn.Module, Any, Any]] = []
+        self.session.controls.save_dir = Path(args.output_dir or "megatrain-saved")
         super().__init__(
             model=model, args=args, optimizers=(optimizer, scheduler), **kwargs
         )
@@ -145,7 +147,7 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Collect a micro-batch; with the last one of the window, run forward and backward of all."""
-        self.offloaded.begin_step()
+        self.offloaded.begin_step(stops=False)
         self._window.append((model, inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -226,6 +228,7 @@ class Trainer(transformers.Trainer):
             return super().train(None, *args, **kwargs)
         finally:
             self._window.clear()
+            self.session.controls.reset()
             for callback in self.session.callbacks:
                 callback.on_train_end()
 
@@ -241,6 +244,14 @@ class _Reports(transformers.TrainerCallback):
     ) -> None:
         for callback in self._trainer.session.callbacks:
             callback.on_train_begin(state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        controls = self._trainer.session.controls
+        self._trainer.offloaded.between_steps()
+        if controls.stopping:
+            control.should_training_stop = True
+        if controls.logging_steps is not None:
+            state.logging_steps = controls.logging_steps
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.streamed_optimizer.finish()

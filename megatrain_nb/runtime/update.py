@@ -157,9 +157,10 @@ class Updates:
         try:
             while due:
                 self._current = due[0]
+                ahead = set(due[0].slabs)
                 self._begin(due[0], patient=True)
                 self.read_ahead(pack)
-                self._apply(due)
+                self._apply(due, ahead)
         finally:
             self._current = None
             self._pager.drop(pack, What.WEIGHTS, dirty=True)
@@ -213,13 +214,18 @@ class Updates:
             tile.slabs[each], tile.reading[each] = read
         return True
 
-    def _apply(self, due: deque[_Tile]) -> None:
-        """Update the first tile; it is due no more."""
+    def _apply(self, due: deque[_Tile], ahead: set[What] | None = None) -> None:
+        """Update the first tile; it is due no more. ``ahead``: what of it was read ahead, if not all."""
         tile, pager = due[0], self._pager
         pack = pager.packs[tile.pack]
         try:
-            for reading in tile.reading.values():
-                pager.wait_for(reading, f"reading tiles of {pack.name}")
+            for what, reading in tile.reading.items():
+                pager.wait_for_tile(
+                    pager.piece(tile.pack, what),
+                    tile.start,
+                    reading,
+                    missed=ahead is not None and what not in ahead,
+                )
         except BaseException:
             self.rest()
             self._give_tile_back(tile)

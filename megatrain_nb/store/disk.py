@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from megatrain_nb.codec.lossless.chunks import ITEM_BYTES, DamagedError
 from megatrain_nb.errors import ArgumentError, ChecksumError, StoreError
 from megatrain_nb.store.base import IoRecord
 from megatrain_nb.store.lanes import Lanes
@@ -20,17 +23,21 @@ from megatrain_nb.store.manifest import (
     read_manifest,
     write_manifest,
 )
+from megatrain_nb.store.packing import STAGING_BYTES, Packing
 from megatrain_nb.store.rate import RateMeter
 from megatrain_nb.store.space import Space
 from megatrain_nb.store.tilefile import TileFile
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from megatrain_nb.store.host import HostPool, Slab
+    from megatrain_nb.store.manifest import Parts
 
 DATA_NAME = "tiles.bin"
 _CLOSE_TIMEOUT_S = 30.0
@@ -54,9 +61,17 @@ class DiskStore:
     resume
         Go on with the file in `directory` and the tiles of this manifest; what the
         manifest does not name is free space.
+    staging
+        Where packed tiles pass through; None: tiles cannot be packed. `STAGING_BYTES` for
+        each thread are taken at once and given back by `close`.
 
     Notes
     -----
+    Tiles that are put with a codec of `megatrain_nb.codec.lossless` are packed by the I/O
+    threads. ``nbytes`` stays what was put; ``packed_bytes`` of the manifest, the checksum
+    and all counters are of what is on disk. Where packing saves no page the tile is stored
+    as it is, so a tile never takes more than its own length.
+
     A put goes to free space and then replaces the index entry. The bytes of the old
     version become free space when its last holder lets go: the index, gets that are
     reading it, and pinned manifests each hold it.
@@ -71,6 +86,7 @@ class DiskStore:
         direct: bool = True,
         on_io: Callable[[IoRecord], None] | None = None,
         resume: Manifest | None = None,
+        staging: HostPool | None = None,
     ) -> None:
         self.directory = directory
         self.path = directory / DATA_NAME
@@ -85,12 +101,16 @@ class DiskStore:
         self._closing = self._closed = False
         self._files = threading.Lock()  # one flush or close at a time
         self._generation = max((t.generation for t in self._index.values()), default=0)
-        self._file = TileFile(self.path, direct=direct, create=resume is None)
-        try:
+        self._staging = staging
+        self._slabs: list[Slab] = []
+        self._packings: SimpleQueue[Packing] = SimpleQueue()
+        with ExitStack() as undo:
+            undo.callback(self._give_staging)
+            self._take_staging(num_threads)
+            self._file = TileFile(self.path, direct=direct, create=resume is None)
+            undo.callback(self._file.close)
             self._space = Space(self._file, max_bytes, self._index.values())
-        except BaseException:
-            self._file.close()
-            raise
+            undo.pop_all()
         self._lanes = Lanes(num_threads, "megatrain-io")
 
     read_manifest = staticmethod(read_manifest)
@@ -106,6 +126,8 @@ class DiskStore:
 
         Raises
         ------
+        ArgumentError
+            At the call: a codec that packs, and this store has no staging for it.
         BudgetError
             From the future: no room within `max_bytes`; the old version is in place.
         StoreError
@@ -113,6 +135,7 @@ class DiskStore:
             version is in place.
         """
         _check_array(data, key, writeable=False)
+        self._check_packing(codec)
         with self._space.changed:
             self._check_open()
             self._generation += 1
@@ -134,14 +157,17 @@ class DiskStore:
         _check_array(out, key, writeable=True)
         with self._space.changed:
             self._check_open()
-            _check_length(key, self._tile(key), out)
+            tile = self._tile(key)
+            _check_length(key, tile, out)
+            if tile.packed:
+                self._check_packing(tile.codec)
             return self._lanes.submit(partial(self._read, key, out), write=False)
 
     def delete(self, key: str) -> None:
         """Forget the tile; puts of it that are still queued are void."""
         with self._space.changed:
             self._check_open()
-            self._space.drop(self._tile(key))
+            self._space.drop(self._tile(key).parts)
             del self._index[key]
             self._generation += 1
             if self._num_puts:
@@ -163,6 +189,17 @@ class DiskStore:
         with self._space.changed:
             self._check_open()
             return self._tile(key).codec
+
+    def packed_sizes(self) -> tuple[int, int]:
+        """Return the bytes of all tiles put with a codec that packs: as put, and on disk."""
+        with self._space.changed:
+            tiles = [tile for tile in self._index.values() if tile.codec in ITEM_BYTES]
+        return sum(t.nbytes for t in tiles), sum(t.packed_bytes for t in tiles)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that packing takes as long as the store is open."""
+        return sum(slab.nbytes for slab in self._slabs)
 
     def keys(self) -> list[str]:
         """Return the keys, sorted."""
@@ -187,7 +224,7 @@ class DiskStore:
             manifest = Manifest(dict(self._index))
             self._pins.add(manifest)
             for tile in manifest.tiles.values():
-                self._space.hold(tile)
+                self._space.hold(tile.parts)
             return manifest
 
     def unpin(self, manifest: Manifest) -> None:
@@ -199,7 +236,7 @@ class DiskStore:
                 raise StoreError(msg)
             self._pins.remove(manifest)
             for tile in manifest.tiles.values():
-                self._space.drop(tile)
+                self._space.drop(tile.parts)
             self._space.give_back()
 
     def flush(self, manifest: Manifest | None = None) -> None:
@@ -256,6 +293,7 @@ class DiskStore:
         if left:
             raise StoreError(self._why_not_closed(f"{left} transfers have"))
         self._lanes.shutdown()
+        self._give_staging()
         self._file.close()
         self._closed = True
         if delete:
@@ -270,53 +308,139 @@ class DiskStore:
         with self._space.changed:
             tile = self._tile(key)
             _check_length(key, tile, out)
-            self._space.hold(tile)
+            self._space.hold(tile.parts)
             self._space.num_transfers += 1
         try:
             start_s = time.perf_counter()
-            with self.rate.moving(tile.nbytes):
-                self._file.read(tile.offset, out)
+            try:
+                found = self._move_in(tile, out)
+            except DamagedError as error:
+                raise ChecksumError(self._why_damaged(key, tile, str(error))) from error
             end_s = time.perf_counter()
-            found = _checksum(out)
+            if found is None:
+                found = _checksum(out)
             if found != tile.checksum:
-                msg = (
-                    f"tile {key!r} ({tile.nbytes} bytes at offset {tile.offset} of "
-                    f"{self.path}) is damaged: checksum stored {tile.checksum:016x}, "
-                    f"computed {found:016x}. Do not use this disk or its file until it "
-                    "has been checked; go back to a checkpoint elsewhere"
-                )
-                raise ChecksumError(msg)
+                what = f"checksum stored {tile.checksum:016x}, computed {found:016x}"
+                raise ChecksumError(self._why_damaged(key, tile, what))
         finally:
             with self._space.changed:
-                self._space.drop(tile)
+                self._space.drop(tile.parts)
                 self._space.num_transfers -= 1
-        self._done("READ", key, tile.nbytes, start_s, end_s)
+        self._done("READ", key, tile.packed_bytes, start_s, end_s)
 
     def _write(
         self, key: str, data: NDArray[np.uint8], codec: str, generation: int
     ) -> None:
-        tile: Tile | None = None
+        parts: Parts = ()
         try:
-            checksum = _checksum(data)
+            checksum = None if codec in ITEM_BYTES else _checksum(data)
             with self._space.changed:
-                offset = self._space.allocate(key, data.nbytes)
-                tile = Tile(offset, data.nbytes, codec, checksum, generation)
+                parts = self._space.allocate(key, data.nbytes)
                 self._space.num_transfers += 1
             start_s = time.perf_counter()
-            with self.rate.moving(data.nbytes):
-                self._file.write(offset, data)
+            packed = self._move_out_packed(parts, data, codec)
+            if packed is None:
+                if checksum is None:
+                    checksum = _checksum(data)
+                packed = data.nbytes, checksum
+                with self.rate.moving(data.nbytes):
+                    self._move(self._file.write, parts, 0, data)
             end_s = time.perf_counter()
             with self._space.changed:
+                parts = self._space.cut(parts, packed[0])
+                tile = Tile(parts, data.nbytes, packed[0], codec, packed[1], generation)
                 self._flip(key, tile)
         finally:
             with self._space.changed:
                 self._num_puts -= 1
                 if not self._num_puts:
                     self._deleted.clear()
-                if tile is not None:
-                    self._space.drop(tile)
+                if parts:
+                    self._space.drop(parts)
                     self._space.num_transfers -= 1
-        self._done("WRITE", key, data.nbytes, start_s, end_s)
+        self._done("WRITE", key, packed[0], start_s, end_s)
+
+    def _move_in(self, tile: Tile, out: NDArray[np.uint8]) -> int | None:
+        """Fill `out`; returns the checksum of a packed tile."""
+        if not tile.packed:
+            with self.rate.moving(tile.nbytes):
+                self._move(self._file.read, tile.parts, 0, out)
+            return None
+
+        def read(at: int, pages: NDArray[np.uint8]) -> None:
+            with self.rate.moving(pages.nbytes):
+                self._move(self._file.read, tile.parts, at, pages)
+
+        with self._packing() as packing:
+            return packing.read(tile.packed_bytes, ITEM_BYTES[tile.codec], out, read)
+
+    def _move_out_packed(
+        self, parts: Parts, data: NDArray[np.uint8], codec: str
+    ) -> tuple[int, int] | None:
+        """Write `data` packed; returns length and checksum, None where that is no use."""
+        if codec not in ITEM_BYTES:
+            return None
+
+        def write(at: int, pages: NDArray[np.uint8]) -> None:
+            with self.rate.moving(pages.nbytes):
+                self._move(self._file.write, parts, at, pages)
+
+        with self._packing() as packing:
+            return packing.write(data, ITEM_BYTES[codec], write)
+
+    @staticmethod
+    def _move(
+        transfer: Callable[[int, NDArray[np.uint8]], None],
+        parts: Parts,
+        at: int,
+        array: NDArray[np.uint8],
+    ) -> None:
+        """Transfer `array` as the bytes from `at` on of a tile that lies in these ranges."""
+        array, begin, moved = array.reshape(-1), 0, 0
+        for offset, length in parts:
+            skip = max(at + moved - begin, 0)
+            count = min(length - skip, array.nbytes - moved)
+            if count > 0:
+                transfer(offset + skip, array[moved : moved + count])
+                moved += count
+            begin += length
+
+    @contextmanager
+    def _packing(self) -> Iterator[Packing]:
+        """Borrow the buffers of one thread; there are as many as threads."""
+        packing = self._packings.get_nowait()
+        try:
+            yield packing
+        finally:
+            self._packings.put(packing)
+
+    def _take_staging(self, count: int) -> None:
+        for _ in range(count if self._staging else 0):
+            assert self._staging is not None
+            slab = self._staging.take(STAGING_BYTES, what="packing")
+            self._slabs.append(slab)
+            self._packings.put(Packing(slab.array[:STAGING_BYTES]))
+
+    def _give_staging(self) -> None:
+        slabs, self._slabs = self._slabs, []
+        self._packings = SimpleQueue()
+        for slab in slabs:
+            assert self._staging is not None
+            self._staging.give(slab)
+
+    def _check_packing(self, codec: str) -> None:
+        if codec in ITEM_BYTES and self._staging is None:
+            msg = (
+                f"codec={codec!r} packs tiles: open the store with staging=, a HostPool"
+            )
+            raise ArgumentError(msg)
+
+    def _why_damaged(self, key: str, tile: Tile, what: str) -> str:
+        return (
+            f"tile {key!r} ({tile.packed_bytes} bytes at offset {tile.offset} of "
+            f"{self.path}) is damaged: {what}. Do not use this disk or its file until it "
+            "has been checked; go back to a checkpoint elsewhere"
+        )
 
     def _flip(self, key: str, tile: Tile) -> None:
         """Make `tile` the version of `key`, unless a newer one or a delete came first."""
@@ -324,10 +448,10 @@ class DiskStore:
         newest = max(old.generation if old else 0, self._deleted.get(key, 0))
         if newest > tile.generation:
             return
-        self._space.hold(tile)
+        self._space.hold(tile.parts)
         self._index[key] = tile
         if old:
-            self._space.drop(old)
+            self._space.drop(old.parts)
 
     def _done(
         self, op: str, key: str, nbytes: int, start_s: float, end_s: float

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.errors import StoreError
-from megatrain_nb.store.base import round_up
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +15,11 @@ if TYPE_CHECKING:
 
 MANIFEST_NAME = "manifest.json"
 TEMPORARY_NAME = "manifest.json.new"
-_VERSION = 1
+_VERSION = 2
+
+
+Parts = tuple[tuple[int, int], ...]
+"""Ranges of the data file that together are one tile: offset and length of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,26 +28,36 @@ class Tile:
 
     Attributes
     ----------
-    offset, nbytes
-        Where it lies in the data file.
+    parts
+        Where it lies in the data file: offset and length of each range, whole pages.
+    nbytes
+        Its length as it was put.
+    packed_bytes
+        Its length on disk; less than ``nbytes`` where it is packed, and only there.
     codec
         Name of the codec that made the bytes.
     checksum
-        xxh3_64 of the bytes.
+        xxh3_64 of the bytes on disk.
     generation
         Counts the puts of the store: of two versions the newer has the larger one.
     """
 
-    offset: int
+    parts: Parts
     nbytes: int
+    packed_bytes: int
     codec: str
     checksum: int
     generation: int
 
     @property
-    def extent_bytes(self) -> int:
-        """Bytes the tile occupies on disk."""
-        return round_up(max(self.nbytes, 1))
+    def offset(self) -> int:
+        """Where it begins in the data file."""
+        return self.parts[0][0]
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is shorter on disk."""
+        return self.packed_bytes < self.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,12 +105,20 @@ def read_manifest(directory: Path) -> Manifest | None:
         if content["version"] != _VERSION:
             msg = f"{path} has version {content['version']}, this program reads {_VERSION}"
             raise StoreError(msg)
-        return Manifest({key: Tile(**tile) for key, tile in content["tiles"].items()})
+        return Manifest({key: _tile(**tile) for key, tile in content["tiles"].items()})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         msg = f"{path} cannot be read ({error}); reclaim() deletes it and its tiles"
         raise StoreError(msg) from error
+
+
+def _tile(parts: list[list[int]], **others: Any) -> Tile:
+    ranges = tuple((int(offset), int(length)) for offset, length in parts)
+    if sum(length for _, length in ranges) < others["packed_bytes"] or not ranges:
+        msg = "a tile is longer than its place"
+        raise ValueError(msg)
+    return Tile(parts=ranges, **others)
 
 
 def delete_manifest(directory: Path) -> None:

@@ -14,14 +14,19 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("typed", "word", "candidates"),
     [
-        ("", "", ["init", "status", "close", "help"]),
+        ("", "", ["init", "status", "runs", "replay", "close", "help"]),
         ("in", "in", ["init"]),
         ("init --max-v", "--max-v", ["--max-vram"]),
         ("init --max-ram ", "", []),
         ("init --device c", "c", ["cpu", "cuda"]),
-        ("init --comp", "--comp", ["--compress"]),
+        ("init --comp", "--comp", ["--compress", "--compress-weights"]),
         ("init --compress 4", "4", ["4bit"]),
-        ("init --compress ", "", ["8bit", "4bit", "3bit", "2bit", "dynamic"]),
+        (
+            "init --compress ",
+            "",
+            ["lossless", "8bit", "4bit", "3bit", "2bit", "dynamic"],
+        ),
+        ("init --compress-weights ", "", ["lossless"]),
         ("nonsense -", "-", []),
     ],
 )

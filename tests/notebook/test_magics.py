@@ -46,6 +46,7 @@ def test_init_opens_and_returns_a_session(
         "max_ram_gb": "2GB",
         "max_disk_gb": None,
         "optimizer_compression": False,
+        "weight_compression": False,
         "device": "cpu",
     }
     assert str(session.options["offload_dir"]) == "/nvme/run"
@@ -336,14 +337,14 @@ def test_an_unknown_display_is_refused(
 ) -> None:
     monkeypatch.setenv("MEGATRAIN_DISPLAY", "hologram")
     assert not run(shell, "%%megatrain\nx = 1").success
-    assert "use one of: auto, html, text, none" in capsys.readouterr().err
+    assert "use one of: auto, widget, html, text, none" in capsys.readouterr().err
 
 
 def test_an_error_in_the_view_does_not_end_the_training(
     shell: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, f"s = %megatrain {INIT}")
-    monkeypatch.delattr(shell.user_ns["s"].__class__, "status")
+    monkeypatch.delattr(shell.user_ns["s"].__class__, "tiers")
     assert run(shell, "%%megatrain\ns.train(20);").success
     assert shell.user_ns["s"].step == 20
     assert "progress is no longer shown" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -172,6 +173,35 @@ def test_the_minimum_in_the_message_is_the_minimum() -> None:
     named = re.search(r"at least ([\d.]+ \w+)", str(error.value))
     assert named is not None
     assert parse_size(named[1]) <= 1.01 * spec.state_bytes
+
+
+@given(specs, st.integers(0, 2_000_000), st.integers(0, 100_000))
+def test_packing_is_a_part_of_the_budget(
+    spec: ModelSpec, limit: int, packing: int
+) -> None:
+    """A budget with packing is one that is smaller by it."""
+    without, message = plan_for(spec, limit - packing), ""
+    plan: Residency | None = None
+    try:
+        plan = plan_residency(
+            spec,
+            limit_bytes=limit,
+            activation_bytes=0,
+            packing_bytes=packing,
+            tile_numel=TILE,
+        )
+    except BudgetError as error:
+        message = str(error)
+    if plan is None:
+        assert without is None
+        assert ("packing" in message) == (packing > 0)
+        named = re.search(r"at least ([\d.]+ \w+)", message)
+        assert named is not None
+        assert plan_for(spec, parse_size(named[1]) - packing) is not None
+        return
+    assert plan.packing_bytes == packing
+    assert without is not None
+    assert replace(plan, packing_bytes=0) == without
 
 
 def test_halves_let_twice_as_many_weights_stay() -> None:

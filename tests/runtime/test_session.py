@@ -55,6 +55,9 @@ if TYPE_CHECKING:
         ({"optimizer_compression": {"head": 3}}, r"optimizer_compression\['head'\]=3"),
         ({"optimizer_compression": {3: "4bit"}}, "3 is not a pattern"),
         ({"optimizer_compression": None}, "optimizer_compression=None"),
+        ({"optimizer_compression": 0}, "optimizer_compression=0"),
+        ({"weight_compression": "4bit"}, "weight_compression='4bit'.*False.*lossless"),
+        ({"weight_compression": True}, "weight_compression=True"),
         ({"device": "mps"}, "device='mps'.*'cpu' or 'cuda'"),
     ],
 )  # fmt: skip

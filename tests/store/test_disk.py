@@ -294,7 +294,7 @@ def test_pinned_tiles_stay_until_unpinned(store: DiskStore) -> None:
 def test_a_large_free_end_goes_back_to_the_disk(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "_KEEP_BYTES", 0)
+    monkeypatch.setattr(space, "KEEP_BYTES", 0)
     put(store, "a", noise(100))
     put(store, "b", noise(8 * MIB))
     pinned = store.pin()
@@ -444,7 +444,7 @@ def test_flushes_at_once_take_turns(store: DiskStore) -> None:
     assert found.tiles == store.pin().tiles
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 1, "tiles": {"a": {}}}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 2, "tiles": {"a": {}}}'])
 def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with pytest.raises(StoreError, match=r"manifest\.json cannot be read"):
