@@ -51,6 +51,7 @@ class Run:
         self._open_surface = open_surface
         self._views = [View(watch, open_surface)] if open_surface else []
         self._tick: Tick | None = None
+        self._in_background = False
         self._num_signals = 0
         self._num_handled = 0
         self._stop_s: float | None = None
@@ -86,6 +87,7 @@ class Run:
 
     def start(self) -> None:
         """Let the body run in the background."""
+        self._in_background = True
         self._start()
         self._tick = Tick(self._waiting, lambda: self._end(self._body.error))
 
@@ -110,7 +112,7 @@ class Run:
         assert self._tick is not None
         if not self._tick.join(timeout):
             return None
-        if not self._asked_to_stop:
+        if self._watch.state == "failed":
             self._body.reraise()
         return self._body.value
 
@@ -167,9 +169,6 @@ class Run:
         if self._num_signals > self._num_handled:
             self._interrupt(again=self._num_handled > 0)
             self._num_handled = self._num_signals
-        controls = self._watch.controls
-        if controls is not None and controls.stopping:
-            self._asked_to_stop = True
         for view in list(self._views):
             view.refresh()
         overdue = self._stop_s is not None and time.monotonic() > self._stop_s
@@ -190,15 +189,16 @@ class Run:
             error is None or isinstance(error, KeyboardInterrupt)
         )
         asked = error is None or isinstance(error, KeyboardInterrupt)
+        controls = self._watch.controls
+        self._asked_to_stop = controls is not None and controls.was_stopped
         if interrupted:
             self._watch.state = "interrupted"
         elif self._asked_to_stop and asked:
             self._watch.state = "stopped"
         else:
             self._watch.state = "done" if error is None else "failed"
-        if self._watch.state == "failed" and self._tick is not None:
+        if self._watch.state == "failed" and self._in_background:
             self._watch.note = f"{type(error).__name__}: {error}"
-        controls = self._watch.controls
         if controls is not None:
             controls.reset()
         for view in self._views:

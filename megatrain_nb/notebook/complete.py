@@ -15,11 +15,18 @@ from IPython.core.completer import (
 from megatrain_nb.codec.names import LOSSLESS, NAMES
 from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
 from megatrain_nb.notebook.surface import MODES
+from megatrain_nb.plan import catalogue
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
 
 _LINE = re.compile(r"\s*(?:[\w, ]+=\s*)?(%%?)megatrain\s+(.*)")
+# What may follow an option.
+_VALUES = {
+    "--compress": [LOSSLESS, *NAMES],
+    "--compress-weights": [LOSSLESS],
+    "--device": ["cpu", "cuda"],
+}
 _LAST_WORD = re.compile(r"(?:\\.|[^\s\\])*$")
 
 
@@ -61,12 +68,10 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
         choices = list(COMMANDS)
     elif before[-1] == "--offload-dir":
         return word, _directories(word)
-    elif before[-1] == "--compress":
-        choices = [LOSSLESS, *NAMES]
-    elif before[-1] == "--device":
-        choices = ["cpu", "cuda"]
-    elif before[-1] == "--compress-weights":
-        choices = [LOSSLESS]
+    elif before[-1] in _VALUES:
+        choices = _VALUES[before[-1]]
+    elif before[0] == "explore" and not word.startswith("-"):
+        choices = list(catalogue.models() if len(before) == 1 else catalogue.machines())
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:

@@ -194,6 +194,12 @@ class MegatrainMagics(Magics):
             raise UsageError(NO_SESSION)
         return session.status()
 
+    def _probe(self, args: Namespace) -> object:
+        return mt.probe(refresh=args.refresh)
+
+    def _explore(self, args: Namespace) -> object:
+        return mt.explore(args.model, args.machine)
+
     def _close(self, _args: Namespace) -> None:
         session = current_session()
         if session is not None:

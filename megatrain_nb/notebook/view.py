@@ -75,6 +75,7 @@ class Watch:
             self._said = self._session.controls.said
         self._session = session
         if session is not None:
+            session.controls.was_stopped = False
             session.callbacks.append(self.progress)
             session.shown = self._shown
             if self.recorder is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class Layout:
     pieces: tuple[PieceLayout, ...]
     in_place: bool = True
     planned_bytes: tuple[int, int] = (0, 0)
+    _tables: dict[bool, list[list[int]]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
 
     def cell_of(self, key: str) -> tuple[int, int]:
         """Return group and block of a piece or tile, by its key."""
@@ -78,16 +81,20 @@ class Layout:
 
     def num_bytes(self, *, resident: bool = False) -> list[list[int]]:
         """Return bytes by group and block: of all pieces, or of those that stay in RAM by plan."""
+        if resident in self._tables:  # drawn four times a second
+            return self._tables[resident]
         table = [[0] * len(self.blocks) for _ in GROUPS]
         for piece in self.pieces:
             if piece.resident or not resident:
                 group, block = self.cell_of(piece.key)
                 table[group][block] += piece.num_bytes
+        self._tables[resident] = table
         return table
 
     def to_json(self) -> dict[str, Any]:
         """Return what ``json.dumps`` takes."""
         fields = asdict(self)
+        del fields["_tables"]
         fields["pieces"] = [list(each.values()) for each in fields["pieces"]]
         return fields
 

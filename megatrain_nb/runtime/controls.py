@@ -23,6 +23,8 @@ class Controls:
     ----------
     save_dir
         Where `save` writes when it is not told: a folder ``step-000012`` in here.
+    was_stopped
+        Whether `stop` was called since whoever waits for the training set this to False.
 
     Notes
     -----
@@ -32,6 +34,7 @@ class Controls:
 
     def __init__(self) -> None:
         self.save_dir = Path("megatrain-saved")
+        self.was_stopped = False
         self._changed = threading.Condition()
         self._paused = False
         self._stopping = False
@@ -102,7 +105,7 @@ class Controls:
     def stop(self) -> None:
         """End training after the step in progress; `Trainer.train` returns as if that had been the last one."""
         with self._changed:
-            self._stopping = True
+            self._stopping = self.was_stopped = True
             self._paused = False
             self._changed.notify_all()
 

@@ -18,7 +18,6 @@ from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
 
@@ -151,10 +150,11 @@ def ask(offloaded: OffloadedModel, asked: Mapping[str, str]) -> None:
         )
         for param in params
     }
-    offloaded.updates.finish_all()
-    offloaded.updates.chooser.forget()
-    recode(offloaded, codecs)
-    offloaded.asked = dict(asked)
+    with interrupts_wait(offloaded.executor.stop, breakable=False):
+        offloaded.updates.finish_all()
+        offloaded.updates.chooser.forget()
+        recode(offloaded, codecs)
+        offloaded.asked = dict(asked)
 
 
 def recode(offloaded: OffloadedModel, codecs: Mapping[str, str]) -> None:
@@ -176,8 +176,7 @@ def recode(offloaded: OffloadedModel, codecs: Mapping[str, str]) -> None:
     if new.spec == offloaded.layers.spec:
         return
     pager, stop = offloaded.pager, offloaded.executor.stop
-    quiet: AbstractContextManager[Any] = interrupts_wait(stop, breakable=False)
-    with quiet:
+    with interrupts_wait(stop, breakable=False):
         offloaded.updates.finish_all()
         offloaded.executor.rest()
         pager.barrier()

@@ -101,6 +101,7 @@ class FakeSession:
                 callback.on_step_end(result)
             self.controls.obey(self.step, self.saved.append, self.stop_event)
             if self.controls.stopping:
+                self.controls.reset()
                 break
         for callback in self.callbacks:
             callback.on_train_end()

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("typed", "word", "candidates"),
     [
-        ("", "", ["init", "status", "runs", "replay", "close", "help"]),
+        (
+            "",
+            "",
+            ["init", "status", "probe", "explore", "runs", "replay", "close", "help"],
+        ),
         ("in", "in", ["init"]),
         ("init --max-v", "--max-v", ["--max-vram"]),
         ("init --max-ram ", "", []),

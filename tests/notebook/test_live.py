@@ -34,14 +34,6 @@ def widgets_alive() -> int:
     return len(ipywidgets.widgets.widget._instances)
 
 
-def _logging_steps(controls: Any) -> Any:
-    return controls.logging_steps
-
-
-def _paused(controls: Any) -> bool:
-    return bool(controls.paused)
-
-
 @pytest.fixture
 def watch(shell: Any, fake: types.ModuleType) -> Watch:
     run(shell, f"s = %megatrain {INIT}")
@@ -52,23 +44,22 @@ def watch(shell: Any, fake: types.ModuleType) -> Watch:
 
 def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
     surface = WidgetSurface(watch, reserve_chart=False)
-    panel, controls = surface._panel, watch.controls
-    assert panel is not None
-    assert controls is not None
+    panel: Any = surface._panel
+    controls: Any = watch.controls
     panel.pause.click()
-    assert _paused(controls)
+    assert controls.paused
     surface.show(watch.snapshot())
     assert panel.pause.description == "Resume"
     panel.pause.click()
-    assert not _paused(controls)
+    assert not controls.paused
     panel.save.click()
     assert controls.said == "saving after this step"
     panel.rate.value = 0.5
     assert controls.lr_factor == 0.5
     panel.logging.value = 7
-    assert _logging_steps(controls) == 7
+    assert controls.logging_steps == 7
     panel.logging.value = 0
-    assert _logging_steps(controls) is None
+    assert controls.logging_steps is None
     panel.stop.click()
     assert controls.stopping
     watch.state = "training"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import megatrain_nb as mt
 from megatrain_nb.codec import base
@@ -556,6 +557,60 @@ def test_a_group_that_cannot_be_honoured(tmp_path: Path) -> None:
         groups = [{"params": [model.head.weight], "optimizer_compression": "5bit"}]
         with pytest.raises(mt.ArgumentError, match="optimizer_compression='5bit'"):
             mt.wrap(model, torch.optim.AdamW(groups))
+
+
+def llama() -> LlamaConfig:
+    """Matrices of 4096 elements and more, grouped-query attention, an untied head."""
+    return LlamaConfig(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+
+
+def test_a_transformer_made_in_the_store_and_one_moved_in(tmp_path: Path) -> None:
+    """By mt.from_config and by mt.Trainer: the same codecs, the same bytes."""
+    ids = torch.randint(0, 97, (8, 12), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    args: dict[str, Any] = {
+        "output_dir": str(tmp_path / "out"),
+        "save_strategy": "no",
+        "report_to": "none",
+        "max_steps": 3,
+        "gradient_accumulation_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "optim": "adamw_torch",
+        "adam_beta2": 0.95,
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    found = []
+    for index, made in enumerate((True, False)):
+        with opened(tmp_path / str(index), "disk", compression="4bit") as _:
+            if made:
+                model = mt.from_config(llama(), seed=3)
+            else:
+                torch.manual_seed(3)
+                model = LlamaForCausalLM(llama())
+            arguments = TrainingArguments(**args)
+            trainer = mt.Trainer(model=model, args=arguments, train_dataset=data)
+            trainer.train()
+            codecs = codecs_of(model)
+            assert codecs["model.layers.0.self_attn.q_proj.weight"] == "4bit"
+            assert codecs["model.layers.0.self_attn.k_proj.weight"] == "raw"  # 2048
+            assert codecs["model.layers.1.mlp.up_proj.weight"] == "4bit"
+            assert codecs["model.embed_tokens.weight"] == "8bit"
+            assert codecs["lm_head.weight"] == "8bit"
+            groups = trainer.streamed_optimizer.param_groups
+            assert {group["rounding_seed"] for group in groups} == {arguments.seed}
+            found.append((snapshot(model), codes(model)))
+    assert differing(found[0][0], found[1][0]) == []
+    assert found[0][1] == found[1][1]
 
 
 def test_settings_that_hurt_a_codec_are_told(tmp_path: Path) -> None:

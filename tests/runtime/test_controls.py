@@ -105,7 +105,10 @@ def test_stop_ends_a_plain_loop_after_a_whole_step(tmp_path: Path) -> None:
         session.controls.stop()
         with pytest.raises(KeyboardInterrupt):
             plain_step(model, optimizer, 1)
-        assert not session.controls.stopping
+        assert session.controls.was_stopped
+        session.controls.save("not yet")
+        session.controls.reset()
+        assert session.controls.said == "not saved: no training runs"
         plain_step(model, optimizer, 1)  # as if nothing had been
         streamed = snapshot(model)
     plain = seeded(TinyLM)
