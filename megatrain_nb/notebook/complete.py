@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,6 @@ from IPython.core.completer import (
 from megatrain_nb.codec.names import LOSSLESS, NAMES
 from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
 from megatrain_nb.notebook.surface import MODES
-from megatrain_nb.plan import catalogue
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
@@ -71,12 +71,18 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
     elif before[-1] in _VALUES:
         choices = _VALUES[before[-1]]
     elif before[0] == "explore" and not word.startswith("-"):
-        choices = list(catalogue.models() if len(before) == 1 else catalogue.machines())
+        choices = _known("models" if len(before) == 1 else "machines")
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:
         choices = [name for name in options_of(before[0]) if name not in before]
     return word, [choice for choice in choices if choice.startswith(word)]
+
+
+def _known(what: str) -> list[str]:
+    """Return the names of the catalogue's models or machines; it is only read when somebody asks."""
+    catalogue = import_module("megatrain_nb.plan.catalogue")
+    return list(getattr(catalogue, what)())
 
 
 def _directories(word: str) -> list[str]:

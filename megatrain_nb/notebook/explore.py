@@ -11,6 +11,8 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatrain_nb.codec.choice import Compression, parse_compression
+from megatrain_nb.codec.names import NAMES
 from megatrain_nb.notebook.forecast import plan_html
 from megatrain_nb.notebook.lines import magic_line, python_lines
 from megatrain_nb.plan import catalogue
@@ -168,6 +170,11 @@ class Explorer:
                 ["float32", "bfloat16"],
                 "bfloat16" if choices.bf16 else "float32",
             ),
+            "moments": choose(
+                "Adam's moments",
+                list(dict.fromkeys(["fp32", *NAMES, self._moments()])),
+                self._moments(),
+            ),
             "seq_len": choose(
                 "tokens in a row",
                 _with(_LENGTHS, window.seq_len),
@@ -195,8 +202,8 @@ class Explorer:
             control.observe(self._listener(name), names="value")
         self._show_device(machine)
         self._copy = CopyLines(self._lines())
-        left = widgets.VBox([controls[n] for n in list(controls)[:6]])
-        right = widgets.VBox([controls[n] for n in list(controls)[6:]])
+        left = widgets.VBox([controls[n] for n in list(controls)[:7]])
+        right = widgets.VBox([controls[n] for n in list(controls)[7:]])
         grid = widgets.HBox([left, right], layout=widgets.Layout(flex_flow="row wrap"))
         return widgets.VBox([grid, self._copy.widget])
 
@@ -270,12 +277,22 @@ class Explorer:
             ),
             bf16=moved.get("dtype", "bfloat16" if choices.bf16 else "float32")
             == "bfloat16",
+            compression=self._compression(),
             max_ram_bytes=budgets["ram"] or self._given.max_ram_bytes,
             max_vram_bytes=budgets["vram"] or self._given.max_vram_bytes,
             max_disk_bytes=budgets["disk"] or self._given.max_disk_bytes,
         )
         shape = self._shape(moved.get("model", self._model))
         return make_plan(shape, base.changed(**figures), choices)
+
+    def _moments(self) -> str:
+        return str(self.plan.choices.compression) or "fp32"
+
+    def _compression(self) -> Compression:
+        chosen = self._moved.get("moments")
+        if chosen is None:
+            return self._given.compression
+        return parse_compression(False if chosen == "fp32" else chosen)
 
     def _fill(self, machine: Machine) -> None:
         """Let the sliders show another machine's figures."""

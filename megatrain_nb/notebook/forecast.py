@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from megatrain_nb.plan.planner import spec_of
 from megatrain_nb.plan.report import (
     BOUNDS,
     LANES,
@@ -62,7 +63,7 @@ def plan_html(plan: Plan) -> str:
 
 def strip_html(plan: Plan) -> str:
     """Return one cell for each block: how much of it stays in RAM, and whether it keeps its activations."""
-    spec, stays = plan.shape.spec(split=plan.choices.bf16), plan.residency
+    spec, stays = spec_of(plan.shape, plan.choices), plan.residency
     cells, seen = [], {}
     for block in spec.blocks:
         packs = set(block.packs)

@@ -12,6 +12,8 @@ def magic_line(plan: Plan, offload_dir: str = "/nvme/scratch") -> str:
     """Return the ``%megatrain init`` line of a plan."""
     words = [f"%megatrain init --offload-dir {offload_dir}"]
     words += [f"--max-{tier} {size}" for tier, size in _budgets(plan).items()]
+    if plan.choices.compression:
+        words.append(f"--compress {plan.choices.compression}")
     return " ".join(words)
 
 
@@ -21,6 +23,8 @@ def python_lines(plan: Plan, offload_dir: str = "/nvme/scratch") -> str:
     budgets = "".join(
         f', max_{tier}_gb="{size}"' for tier, size in _budgets(plan).items()
     )
+    if choices.compression:
+        budgets += f', optimizer_compression="{choices.compression}"'
     dtype = ", dtype=torch.bfloat16" if choices.bf16 else ""
     config = plan.shape.config
     make = (

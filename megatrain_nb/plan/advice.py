@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatrain_nb.codec.choice import parse_compression
 from megatrain_nb.plan import catalogue
 from megatrain_nb.plan.memory import disk_need_bytes
-from megatrain_nb.plan.planner import Choices, Plan, make_plan
+from megatrain_nb.plan.planner import Choices, Plan, make_plan, spec_of
 from megatrain_nb.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -68,6 +69,9 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
             'dtype="bfloat16": bf16 compute with an fp32 master',
             plan.changed(bf16=True),
         )
+    if not choices.compression:
+        small = plan.changed(compression=parse_compression("4bit"))
+        yield 'optimizer_compression="4bit": moments in 4 bits, not lossless', small
     for tier in ("ram", "disk"):
         need = _least_budget(plan, tier)
         have = plan.machine.ram_bytes if tier == "ram" else plan.machine.disk_bytes
@@ -90,7 +94,7 @@ def _bought(plan: Plan) -> tuple[str, ...]:
     """Return what the machine lacks, where nothing else helps."""
     machine, found = plan.machine, []
     have = plan.limits
-    spec = plan.shape.spec(split=plan.choices.bf16)
+    spec = spec_of(plan.shape, plan.choices)
     if any(text.startswith("RAM") for text in plan.problems):
         rich = machine.changed(ram_bytes=10**18, disk_bytes=10**18)
         need = _search(
@@ -109,7 +113,7 @@ def _bought(plan: Plan) -> tuple[str, ...]:
         )
     if plan.peak_vram_bytes > have.get("vram", math.inf):
         found.append(
-            f"a device with {format_bytes(plan.peak_vram_bytes)}: the weights of three blocks are there at once"
+            f"a device with {format_bytes(plan.peak_vram_bytes)}: two blocks with their gradients are there at once"
         )
     return tuple(found[:2])
 
@@ -118,6 +122,11 @@ def _faster(plan: Plan) -> Iterator[tuple[str, Plan]]:
     choices, window = plan.choices, plan.choices.window
     if not choices.bf16:
         yield 'dtype="bfloat16"', plan.changed(bf16=True)
+    if plan.bound_by == "disk" and not choices.compression:
+        yield (
+            'optimizer_compression="4bit" (not lossless)',
+            plan.changed(compression=parse_compression("4bit")),
+        )
     if plan.bound_by != "compute":
         for factor in (8, 4, 2):
             more = window.accumulation * factor

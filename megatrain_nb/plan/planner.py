@@ -8,10 +8,11 @@ seconds) is computed from the model's shape and the machine's figures.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from megatrain_nb.codec.choice import Compression
 from megatrain_nb.errors import BudgetError
 from megatrain_nb.plan.activation import (
     Window,
@@ -20,6 +21,7 @@ from megatrain_nb.plan.activation import (
     kept_bytes,
     logits_bytes,
 )
+from megatrain_nb.plan.device import plan_device, slot_bytes
 from megatrain_nb.plan.keep import choose_kept, prefers_kept
 from megatrain_nb.plan.memory import (
     Residency,
@@ -41,9 +43,6 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.plan.shape import Part, Shape
     from megatrain_nb.plan.timeline import Span
-
-# Weights of so many blocks are on a device at once: one computes, one comes, one is still there.
-SLOTS = 3
 
 # What torch takes beside the tensors: buffers of the matrix library, threads, holes in the heap. Measured on small
 # models (docs/forecast.md); more where it computes in bf16, whose operations make fp32 copies.
@@ -85,6 +84,8 @@ class Choices:
         The tokens of one step.
     bf16
         Compute in bf16 with an fp32 master; else in fp32.
+    compression
+        How Adam's moments are stored.
     max_ram_bytes, max_vram_bytes, max_disk_bytes
         Budgets; None for what the machine has.
     trainable
@@ -93,6 +94,7 @@ class Choices:
 
     window: Window
     bf16: bool = False
+    compression: Compression = field(default_factory=Compression)
     max_ram_bytes: int | None = None
     max_vram_bytes: int | None = None
     max_disk_bytes: int | None = None
@@ -111,6 +113,8 @@ class Plan:
         Which packs stay in RAM, as the runtime decides it.
     kept
         Blocks that keep their activations from forward to backward.
+    stay
+        Packs whose weights stay on a device until they change.
     chunking
         How logits are cut that would not fit; None where they fit.
     ram, vram, disk
@@ -126,6 +130,7 @@ class Plan:
     choices: Choices
     residency: Residency
     kept: frozenset[int]
+    stay: frozenset[int]
     chunking: Chunking | None
     ram: tuple[Item, ...]
     vram: tuple[Item, ...]
@@ -143,7 +148,10 @@ class Plan:
             traffic = step_traffic(spec, residency, order)
             moved = traffic.read_bytes + traffic.written_bytes
         times = self._work.times(self.kept, moved)
-        return Simulation(spec, residency, order, times, machine, self.trained).run()
+        simulation = Simulation(
+            spec, residency, order, times, machine, self.trained, self.stay
+        )
+        return simulation.run()
 
     @cached_property
     def least_seconds(self) -> dict[str, float]:
@@ -153,7 +161,7 @@ class Plan:
 
     @property
     def _spec(self) -> ModelSpec:
-        return self.shape.spec(split=self.choices.bf16)
+        return spec_of(self.shape, self.choices)
 
     @property
     def _work(self) -> _Work:
@@ -302,17 +310,23 @@ class Plan:
         return import_module("megatrain_nb.notebook.forecast").plan_figure(self)
 
 
+def spec_of(shape: Shape, choices: Choices) -> ModelSpec:
+    """Return blocks and packs of a model as a run has them."""
+    return shape.spec(split=choices.bf16, compression=choices.compression)
+
+
 def make_plan(shape: Shape, machine: Machine, choices: Choices) -> Plan:
     """Return the forecast of a run; it refuses nothing: what does not fit is in ``problems``."""
-    spec = shape.spec(split=choices.bf16)
+    spec = spec_of(shape, choices)
     limit = choices.max_ram_bytes or machine.ram_bytes
     problems: list[str] = []
     own, chunking = _own_tensors(shape, machine, choices, spec, limit)
     work = _Work(shape, machine, choices)
     residency, kept = _residency(work, spec, limit, sum(own.values()), problems)
     vram: tuple[Item, ...] = ()
+    stay: frozenset[int] = frozenset()
     if not machine.in_place:
-        vram, chunking = _vram(shape, machine, choices, spec)
+        vram, stay, kept, chunking = _vram(work, shape, choices, spec)
     need = disk_need_bytes(spec, residency)
     disk = (
         Item("weights, gradients, moments", residency.disk_bytes),
@@ -324,8 +338,9 @@ def make_plan(shape: Shape, machine: Machine, choices: Choices) -> Plan:
         choices=choices,
         residency=residency,
         kept=kept,
+        stay=stay,
         chunking=chunking,
-        ram=_ram_items(spec, machine, residency, own, work.kept(kept), limit),
+        ram=_ram_items(spec, work, residency, own, kept, limit),
         vram=vram,
         disk=disk if need else (),
         problems=(),
@@ -351,8 +366,6 @@ class _Work:
 
     def kept_by_block(self) -> dict[int, int]:
         """Return what the calls of each block keep in one window."""
-        if not self.machine.in_place:
-            return {}
         window, bf16 = self._choices.window, self._choices.bf16
         sizes = {
             id(part): window.accumulation
@@ -442,7 +455,7 @@ def _residency(
     """Decide what stays in RAM, as a session does once it has learned."""
     room = limit - working_bytes(spec)
     reserved = settled(limit, own)
-    sizes = work.kept_by_block()
+    sizes = work.kept_by_block() if work.machine.in_place else {}
     wanted = with_margin(sum(sizes.values()))
     wanted += _holes(wanted)
     order = range(len(spec.blocks))
@@ -493,39 +506,55 @@ def _residency(
 
 
 def _vram(
-    shape: Shape, machine: Machine, choices: Choices, spec: ModelSpec
-) -> tuple[tuple[Item, ...], Chunking | None]:
-    """Return what the device holds at its peak."""
-    window, bf16 = choices.window, choices.bf16
-    largest = max(spec.block_bytes(block.index) for block in spec.blocks)
-    grads = max(
-        sum(pack.grad_bytes for pack in spec.packs_of(block.index))
-        for block in spec.blocks
-    )
+    work: _Work, shape: Shape, choices: Choices, spec: ModelSpec
+) -> tuple[tuple[Item, ...], frozenset[int], frozenset[int], Chunking | None]:
+    """Return what the device holds at its peak, which packs stay there, and which blocks keep activations."""
+    window, bf16, machine = choices.window, choices.bf16, work.machine
     limit = min(choices.max_vram_bytes or machine.vram_bytes, machine.vram_bytes)
-    room = max(0, limit - SLOTS * largest)
-    logits, chunking = logits_bytes(shape, window, room_bytes=room)
+    slots = slot_bytes(spec)
+    logits, chunking = logits_bytes(shape, window, room_bytes=max(0, limit - slots))
     one = replace(window, accumulation=1)
-    kept = max(kept_bytes(shape, part, one, bf16=bf16) for part in shape.parts)
-    return (
-        Item(f"weights of {SLOTS} blocks", SLOTS * largest),
-        Item("gradients of one block", grads),
+    largest = max(kept_bytes(shape, part, one, bf16=bf16) for part in shape.parts)
+    items = [
+        Item("slots for weights and gradients", slots),
         Item("inputs of the blocks", border_bytes(shape, window, bf16=bf16)),
-        Item("one block's activations", round(_BACKWARD_SHARE * kept)),
+        Item("one block's activations", round(_BACKWARD_SHARE * largest)),
         Item("logits", logits),
         Item("the driver's own", _CONTEXT_BYTES),
-    ), chunking
+    ]
+    other = sum(item.num_bytes for item in items[1:])
+    sizes = work.kept_by_block()
+    order = range(len(spec.blocks))
+    times = work.times(frozenset(), 0)
+    compute = sum(t.forward_s + t.again_s + t.backward_s for t in times)
+    link = 2 * spec.weight_bytes / machine.onload_bytes_per_s
+    plan = plan_device(
+        spec,
+        order,
+        limit_bytes=limit,
+        other_bytes=other,
+        wanted_keep_bytes=with_margin(sum(sizes.values())),
+        keep_first=link <= compute,
+    )
+    kept = choose_kept(sizes, order, limit_bytes=plan.keep_bytes)
+    stays = sum(spec.packs[pack].weight_bytes for pack in plan.stay)
+    items += [
+        Item("weights that stay", stays),
+        Item("activations that are kept", work.kept(kept)),
+    ]
+    return tuple(i for i in items if i.num_bytes), plan.stay, kept, chunking
 
 
 def _ram_items(
     spec: ModelSpec,
-    machine: Machine,
+    work: _Work,
     residency: Residency,
     own: dict[str, int],
-    kept: int,
+    blocks: frozenset[int],
     limit: int,
 ) -> tuple[Item, ...]:
-    packs = spec.packs
+    packs, machine = spec.packs, work.machine
+    kept = work.kept(blocks) if machine.in_place else 0
     beside = {
         **own,
         "activations that are kept": kept,

@@ -17,7 +17,7 @@ COLOURS = {
     "gradients": "#1fa37a",
     "Adam's moments": "#e69f00",
     "buffers for what streams": "#56b4e9",
-    "gradients of one block": "#1fa37a",
+    "slots for weights and gradients": "#56b4e9",
     "inputs of the blocks": "#cc79a7",
     "one block's activations": "#d55e00",
     "activations": "#d55e00",
@@ -60,6 +60,8 @@ def title(plan: Plan) -> str:
     """Return what the plan is of, in one line."""
     choices, window = plan.choices, plan.choices.window
     dtype = "bf16 with an fp32 master" if choices.bf16 else "fp32"
+    if choices.compression:
+        dtype += f", moments {choices.compression}"
     return (
         f"{plan.shape.name} ({format_count(plan.shape.num_params)} parameters, {dtype}) on {plan.machine.name}, "
         f"{window.batch} x {window.seq_len} tokens x {window.accumulation}"

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 
+from megatrain_nb.codec.choice import Compression
 from megatrain_nb.plan.model import BlockSpec, ModelSpec, pack_params
 
 if TYPE_CHECKING:
@@ -142,15 +143,19 @@ class Shape:
             return dims.experts_per_token / dims.experts
         return 1.0
 
-    def spec(self, *, split: bool = False) -> ModelSpec:
+    def spec(
+        self, *, split: bool = False, compression: Compression | None = None
+    ) -> ModelSpec:
         """Return blocks and packs, as `megatrain_nb.runtime.layers.cut` finds them on the model.
 
         Parameters
         ----------
         split
             The model computes in bf16; else in fp32.
+        compression
+            How Adam's moments are stored; None for fp32.
         """
-        return _spec(self.parts, split)
+        return _spec(self.parts, split, compression or Compression())
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
@@ -208,7 +213,7 @@ class Shape:
 
 
 @lru_cache(maxsize=32)
-def _spec(parts: tuple[Part, ...], split: bool) -> ModelSpec:
+def _spec(parts: tuple[Part, ...], split: bool, compression: Compression) -> ModelSpec:
     packs: list[PackSpec] = []
     blocks: list[BlockSpec] = []
     owned: dict[str, int] = {}
@@ -221,7 +226,14 @@ def _spec(parts: tuple[Part, ...], split: bool) -> ModelSpec:
                     (f"{name}{param}" if param.startswith(".") else param, shape)
                     for param, shape in part.params
                 ]
-                packs.append(pack_params(len(packs), name, params, split=split))
+                table = part.kind in ("embedding", "head")
+                codecs = {
+                    param: compression.codec_of(param, shape, table=table)
+                    for param, shape in params
+                }
+                packs.append(
+                    pack_params(len(packs), name, params, split=split, codecs=codecs)
+                )
             used = tuple(owned[other] for other in part.uses or (name,))
             blocks.append(BlockSpec(index=len(blocks), name=name, packs=used))
     return ModelSpec(blocks=tuple(blocks), packs=tuple(packs))

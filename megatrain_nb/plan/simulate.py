@@ -181,6 +181,8 @@ class Simulation:
         Its rates.
     trained
         Packs that are trained.
+    stay
+        Packs whose weights stay on a device until they change.
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class Simulation:
         times: Sequence[BlockTimes],
         machine: Machine,
         trained: frozenset[int],
+        stay: frozenset[int] = frozenset(),
     ) -> None:
         self._spec = spec
         self._residency = residency
@@ -198,6 +201,7 @@ class Simulation:
         self._times = times
         self._machine = machine
         self._trained = trained
+        self._stay = stay
         self._spans: list[Span] = []
         self._disk = _Disk(machine, self._spans, written_bytes(spec))
         self._state = _State()
@@ -405,7 +409,8 @@ class Simulation:
     def _free(self, packs: Iterable[int], soon: frozenset[int]) -> None:
         state = self._state
         for pack in packs:
-            state.on_device.discard(pack)
+            if pack not in self._stay:
+                state.on_device.discard(pack)
             if pack in soon or pack not in state.loaded:
                 continue
             state.loaded.discard(pack)

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain_nb.codec.choice import parse_compression
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.plan import advice, catalogue
 from megatrain_nb.plan.activation import Window
@@ -20,7 +21,7 @@ from megatrain_nb.plan.shape import Shape
 from megatrain_nb.units import parse_size
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from megatrain_nb.plan.planner import Plan
 
@@ -37,7 +38,7 @@ def estimate(  # noqa: PLR0913 - what a person may say of a run
     seq_len: int = 1024,
     batch: int = 1,
     accumulation: int = 8,
-    optimizer_compression: bool | str = False,
+    optimizer_compression: bool | str | Mapping[str, bool | str] = False,
     dtype: Any = "float32",
     trainable: str | Sequence[str] | None = None,
     max_ram_gb: float | str | None = None,
@@ -56,7 +57,7 @@ def estimate(  # noqa: PLR0913 - what a person may say of a run
     seq_len, batch, accumulation
         Tokens in a row, rows in a micro-batch, micro-batches in a step.
     optimizer_compression
-        As for ``mt.init``: False.
+        As for ``mt.init``.
     dtype
         ``"float32"`` or ``"bfloat16"`` (also torch's): what the model computes in.
     trainable
@@ -81,12 +82,6 @@ def estimate(  # noqa: PLR0913 - what a person may say of a run
     >>> plan.fits, plan.bound_by
     (True, 'disk')
     """
-    if optimizer_compression is not False:
-        msg = (
-            f"optimizer_compression={optimizer_compression!r}: only False (fp32 moments) works in this version, so there "
-            "is no forecast of anything else"
-        )
-        raise ArgumentError(msg)
     window = Window(
         batch=_count(batch, "batch"),
         seq_len=_count(seq_len, "seq_len"),
@@ -103,7 +98,13 @@ def estimate(  # noqa: PLR0913 - what a person may say of a run
         )
     }
     words = (trainable,) if isinstance(trainable, str) else tuple(trainable or ())
-    choices = Choices(window=window, bf16=_is_bf16(dtype), trainable=words, **sizes)
+    choices = Choices(
+        window=window,
+        bf16=_is_bf16(dtype),
+        compression=parse_compression(optimizer_compression),
+        trainable=words,
+        **sizes,
+    )
     return make_plan(find_shape(what), find_machine(machine), choices)
 
 

@@ -41,6 +41,7 @@ def test_each_control_changes_the_plan(explorer: Explorer) -> None:
     changes: dict[str, Any] = {
         "model": "qwen3-8b",
         "dtype": "bfloat16",
+        "moments": "4bit",
         "seq_len": 4096,
         "batch": 4,
         "accumulation": 16,
@@ -74,6 +75,7 @@ def test_a_machine_without_a_device_has_no_device_controls(explorer: Explorer) -
 def test_the_lines_do_what_is_shown(explorer: Explorer) -> None:
     explorer._controls["ram"].value = 24.0
     explorer._controls["dtype"].value = "bfloat16"
+    explorer._controls["moments"].value = "2bit"
     line = magic_line(explorer.plan)
     args = parse_line(line.removeprefix("%megatrain "))
     assert args.command == "init"
@@ -83,6 +85,8 @@ def test_the_lines_do_what_is_shown(explorer: Explorer) -> None:
     ast.parse(code)
     assert f'max_ram_gb="{args.max_ram}"' in code
     assert "torch.bfloat16" in code
+    assert args.compress == "2bit"
+    assert 'optimizer_compression="2bit"' in code
     assert line in explorer._copy.widget.text
 
 

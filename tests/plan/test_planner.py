@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain_nb.codec.choice import parse_compression
 from megatrain_nb.plan import advice, catalogue
 from megatrain_nb.plan.activation import Window, kept_bytes, logits_bytes
 from megatrain_nb.plan.machine import nominal
@@ -200,3 +201,20 @@ def test_a_machine_that_is_given_by_figures() -> None:
     plan = make_plan(catalogue.model("gpt2"), machine, Choices(window=WINDOW))
     assert "mine" in str(plan)
     assert plan.limits["disk"] == 500 * 10**9
+
+
+def test_encoded_moments_move_fewer_bytes_and_leave_room() -> None:
+    full = plan_of(max_ram_bytes=8 * 10**9)
+    few = plan_of(max_ram_bytes=8 * 10**9, compression=parse_compression("4bit"))
+    assert few.disk_bytes < full.disk_bytes
+    assert few.written_bytes_per_step < full.written_bytes_per_step
+    assert "4bit" in str(few)
+
+
+def test_a_device_with_room_keeps_weights_and_activations() -> None:
+    small = plan_of("qwen3-8b", "rtx-4090", bf16=True, max_vram_bytes=12 * 10**9)
+    large = plan_of("qwen3-8b", "h100", bf16=True)
+    assert len(small.stay) < len(large.stay)
+    assert len(small.kept) < len(large.kept)
+    assert large.moved_bytes["ram to device"] < small.moved_bytes["ram to device"]
+    assert large.peak_vram_bytes <= large.limits["vram"]

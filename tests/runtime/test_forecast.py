@@ -56,7 +56,7 @@ def test_an_estimate_takes_milliseconds() -> None:
         ("gpt2", {"accumulation": True}, "accumulation=True"),
         ("gpt2", {"dtype": "float16"}, "dtype='float16'"),
         ("gpt2", {"max_ram_gb": "much"}, "max_ram_gb='much'"),
-        ("gpt2", {"optimizer_compression": "4bit"}, "optimizer_compression"),
+        ("gpt2", {"optimizer_compression": "5bit"}, "optimizer_compression"),
         ("gpt2", {"machine": {"ram": 3}}, "has no ram"),
     ],
 )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import megatrain_nb as mt
+from megatrain_nb.codec.choice import parse_compression
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.plan import catalogue
 from megatrain_nb.runtime.layers import cut
@@ -28,6 +29,8 @@ def test_the_catalogue_is_what_transformers_makes(name: str) -> None:
     assert shape.num_params == sum(param.numel() for param in model.parameters())
     assert shape.spec() == layers.spec
     assert shape.spec(split=True) == cut(model, torch.bfloat16).spec
+    few = parse_compression("4bit")
+    assert shape.spec(compression=few) == cut(model, compression=few).spec
 
 
 @pytest.mark.parametrize("tied", [False, True])
