@@ -634,12 +634,16 @@ class Pager:
             )
         )
 
+    def put(self, piece: Piece, key: str, data: NDArray[np.uint8]) -> Future[None]:
+        """Start to write a tile as its kind is stored; nobody else knows of it until it is done."""
+        packed = piece.what in self._packed
+        codec = name_of(piece.dtype.itemsize) if packed else "raw"
+        return self.store.put(key, data, codec=codec)
+
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
     ) -> None:
-        packed = piece.what in self._packed
-        codec = name_of(piece.dtype.itemsize) if packed else "raw"
-        future = self.store.put(key, data, codec=codec)
+        future = self.put(piece, key, data)
         self._writing[key] = landing.done
         future.add_done_callback(lambda write: self._check_written(piece, write))
         future.add_done_callback(landing)
