@@ -52,7 +52,7 @@ def test_the_explorer_in_jupyterlab(
     write_notebook(tmp_path / "explore.ipynb", SETUP)
     page = open_notebook(browser, lab, "explore.ipynb")
     command(page, "notebook:run-all-cells")
-    page.locator("text=/1 x 1024 tokens x 8$/").first.wait_for(timeout=90_000)
+    page.locator("text=/1 x 1024 tokens x 8$/").first.wait_for(timeout=150_000)
     shots = os.environ.get("MEGATRAIN_SHOTS")
     if shots:  # for a person to look at
         shoot(page, Path(shots))
