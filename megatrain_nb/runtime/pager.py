@@ -634,12 +634,15 @@ class Pager:
             )
         )
 
+    def packing_of(self, piece: Piece) -> str:
+        """Return the codec that the store puts the tiles of a piece with."""
+        packed = piece.what in self._packed
+        return name_of(piece.dtype.itemsize) if packed else "raw"
+
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
     ) -> None:
-        packed = piece.what in self._packed
-        codec = name_of(piece.dtype.itemsize) if packed else "raw"
-        future = self.store.put(key, data, codec=codec)
+        future = self.store.put(key, data, codec=self.packing_of(piece))
         self._writing[key] = landing.done
         future.add_done_callback(lambda write: self._check_written(piece, write))
         future.add_done_callback(landing)

@@ -281,7 +281,9 @@ def _convert_stored(
         _convert_tile(pager, *packs, tile, sources, targets, key_of)
         writes = [
             pager.store.put(
-                pager.tile_key(piece, start), targets[piece.what].view(np.uint8)
+                pager.tile_key(piece, start),
+                targets[piece.what].view(np.uint8),
+                codec=pager.packing_of(piece),
             )
             for piece in new
         ]

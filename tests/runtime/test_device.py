@@ -195,7 +195,7 @@ def test_a_missing_wait_shows(
     max_bytes = given.pop("max_bytes")
     model = seeded(TinyLM)
     expected = trained(tmp_path, copy.deepcopy(model), **given)
-    slow = {"lanes": ThreadLanes(most_delay_s=0.004, late=True), "poison": True}
+    slow = {"lanes": ThreadLanes(most_delay_s=0.03, late=True), "poison": True}
     twin(max_bytes, **slow)
     broken(monkeypatch)
     try:
@@ -242,8 +242,7 @@ def test_copies_run_beside_computing(tmp_path: Path, twin: Any) -> None:
         )
 
     onloads, offloads = watch.of("ONLOAD"), watch.of("OFFLOAD")
-    assert {span.lane for span in onloads} == {"onload"}
-    assert {span.lane for span in offloads} == {"offload"}
+    assert {span.lane for span in onloads + offloads} == {"link"}
     # Each pass onloads its first block before anything computes; a due update comes first as well.
     assert len(onloads) >= 14
     assert beside(onloads) >= 10
