@@ -50,6 +50,8 @@ Result = TypeVar("Result")
 
 _COMMANDS = {
     "init": "_init",
+    "probe": "_probe",
+    "explore": "_explore",
     "status": "_status",
     "runs": "_list_runs",
     "replay": "_replay",

@@ -155,7 +155,8 @@ class Shape:
         compression
             How Adam's moments are stored; None for fp32.
         """
-        return _spec(self.parts, split, compression or Compression())
+        chosen = compression or Compression()
+        return _spec(self.parts, self.dims.vocabulary, split, chosen)
 
     def to_json(self) -> dict[str, Any]:
         """Return what `from_json` takes."""
@@ -213,7 +214,9 @@ class Shape:
 
 
 @lru_cache(maxsize=32)
-def _spec(parts: tuple[Part, ...], split: bool, compression: Compression) -> ModelSpec:
+def _spec(
+    parts: tuple[Part, ...], vocabulary: int, split: bool, compression: Compression
+) -> ModelSpec:
     packs: list[PackSpec] = []
     blocks: list[BlockSpec] = []
     owned: dict[str, int] = {}
@@ -226,9 +229,12 @@ def _spec(parts: tuple[Part, ...], split: bool, compression: Compression) -> Mod
                     (f"{name}{param}" if param.startswith(".") else param, shape)
                     for param, shape in part.params
                 ]
-                table = part.kind in ("embedding", "head")
+                tables = part.kind == "embedding"
+                head = part.kind == "head"
                 codecs = {
-                    param: compression.codec_of(param, shape, table=table)
+                    param: compression.codec_of(
+                        param, shape, table=tables or (head and shape[0] == vocabulary)
+                    )
                     for param, shape in params
                 }
                 packs.append(

@@ -12,7 +12,8 @@ from megatrain_nb.notebook import forecast
 from megatrain_nb.notebook.complete import candidates_for
 from megatrain_nb.notebook.explore import Explorer
 from megatrain_nb.notebook.lines import magic_line, python_lines
-from megatrain_nb.notebook.parser import parse_line
+from megatrain_nb.notebook.magics import _COMMANDS, MegatrainMagics
+from megatrain_nb.notebook.parser import COMMANDS, parse_line
 from megatrain_nb.units import parse_size
 
 
@@ -150,3 +151,10 @@ def test_a_machine_shows_itself() -> None:
     html = machine._repr_mimebundle_()["text/html"]
     for word in ("disk, read", "link to the device", "assumed"):
         assert word in html
+
+
+def test_every_command_is_carried_out() -> None:
+    known = {
+        command: getattr(MegatrainMagics, name) for command, name in _COMMANDS.items()
+    }
+    assert known.keys() == COMMANDS.keys()

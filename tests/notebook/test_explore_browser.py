@@ -52,7 +52,7 @@ def test_the_explorer_in_jupyterlab(
     write_notebook(tmp_path / "explore.ipynb", SETUP)
     page = open_notebook(browser, lab, "explore.ipynb")
     command(page, "notebook:run-all-cells")
-    page.locator("text=/1 x 1024 tokens x 8$/").first.wait_for(timeout=90_000)
+    page.locator("text=/1 x 1024 tokens x 8$/").first.wait_for(timeout=150_000)
     shots = os.environ.get("MEGATRAIN_SHOTS")
     if shots:  # for a person to look at
         shoot(page, Path(shots))
@@ -60,7 +60,7 @@ def test_the_explorer_in_jupyterlab(
     slider.wait_for(timeout=30_000)
     slider.focus()
     times = [page.evaluate(PRESS, key) for key in ["ArrowRight", "ArrowLeft"] * 6][2:]
-    page.locator("text=/1 x 1024 tokens x 8$/").first.wait_for(timeout=10_000)
+    page.locator("text=/1 x 1024 tokens x 8$/").first.wait_for(timeout=60_000)
     print(
         f"\nslider to picture: median {median(times):.0f} ms, most {max(times):.0f} ms"
     )
@@ -76,8 +76,8 @@ def test_the_explorer_in_jupyterlab(
     saved = (tmp_path / "explore.ipynb").read_text()
     (tmp_path / "copy.ipynb").write_text(saved.replace("rtx-4090\\n", "rtx-3090\\n"))
     page = open_notebook(browser, lab, "copy.ipynb")
-    page.locator("text=/Where every byte is/").first.wait_for(timeout=10_000)
-    bar = page.locator(".jp-OutputArea-output div[title^='weights of']").first
+    page.locator("text=/Where every byte is/").first.wait_for(timeout=60_000)
+    bar = page.locator(".jp-OutputArea-output div[title^='slots for weights']").first
     assert bar.bounding_box()["width"] > 10
     quiet = request.config.getoption("--benchmark-enable")
     assert median(times) < (MAX_MS if quiet else MAX_BUSY_MS)
