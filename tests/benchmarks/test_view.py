@@ -64,13 +64,13 @@ def test_overhead(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if not request.config.getoption("--benchmark-enable"):
         pytest.skip("benchmarks run with --benchmark-enable (make bench)")
     config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=688, num_hidden_layers=12, num_attention_heads=4, vocab_size=512,
+        hidden_size=192, intermediate_size=512, num_hidden_layers=12, num_attention_heads=4, vocab_size=512,
     )  # fmt: skip
     with mt.init(tmp_path, max_ram_gb=2, device="cpu") as session:
-        session.max_resident_bytes = 30_000_000
+        session.max_resident_bytes = 15_000_000
         model = mt.from_config(config, transformers.AutoModelForCausalLM, seed=0)
         model, optimizer = mt.wrap(model, lr=1e-4)
-        ids = torch.randint(0, 512, (1, 256))
+        ids = torch.randint(0, 512, (1, 128))
         batch = {"input_ids": ids, "labels": ids}
 
         def steps(count: int, view: View | None) -> tuple[float, float]:
