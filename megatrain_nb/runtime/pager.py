@@ -639,10 +639,14 @@ class Pager:
         packed = piece.what in self._packed
         return name_of(piece.dtype.itemsize) if packed else "raw"
 
+    def put(self, piece: Piece, key: str, data: NDArray[np.uint8]) -> Future[None]:
+        """Start to write a tile as its kind is stored; nobody else knows of it until it is done."""
+        return self.store.put(key, data, codec=self.packing_of(piece))
+
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
     ) -> None:
-        future = self.store.put(key, data, codec=self.packing_of(piece))
+        future = self.put(piece, key, data)
         self._writing[key] = landing.done
         future.add_done_callback(lambda write: self._check_written(piece, write))
         future.add_done_callback(landing)
