@@ -148,7 +148,7 @@ class AdamW(torch.optim.Optimizer):
                 logger.warning("step %d skipped: %s", offloaded.num_steps + 1, skipped)
             else:
                 begin_update(offloaded, configs, grad_scale=scale)
-            self._note_state()
+            self.note_state()
             offloaded.num_steps += 1
             if not skipped:
                 offloaded.executor.turn_over()
@@ -226,7 +226,7 @@ class AdamW(torch.optim.Optimizer):
                 self._drop_state(param)
         for index, state in state_dict["state"].items():
             self.take_state(params[index], state)
-        self._note_state()
+        self.note_state()
 
     def take_state(self, param: Any, state: dict[str, Any]) -> None:
         """Copy one parameter's step count and moments into the store."""
@@ -244,7 +244,7 @@ class AdamW(torch.optim.Optimizer):
             for what in MOMENTS:
                 self.offloaded.moment(param, what).zero_()
 
-    def _note_state(self) -> None:
+    def note_state(self) -> None:
         """Show torch's view of the state: step count, and moments that are read when asked for."""
         for param, step in self.offloaded.steps.items():
             state = self.state[param]
@@ -287,7 +287,7 @@ def adopt(
     optimizer.state.clear()  # its moments are in the store now
     optimizer.step = _taken_over  # type: ignore[method-assign,assignment]
     adopted.taken_over = optimizer
-    adopted._note_state()
+    adopted.note_state()
     return adopted
 
 

@@ -10,16 +10,19 @@ import os
 import threading
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from megatrain_nb.codec import split
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
+from megatrain_nb.runtime.checkpoint import Checkpoints, check_stateful
 from megatrain_nb.runtime.device import open_device
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
+from megatrain_nb.store.checkpoint import read_checkpoints
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.owner import OwnerLock, reclaim
@@ -27,14 +30,13 @@ from megatrain_nb.store.preflight import check_directory
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import torch
 
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.offload import OffloadedModel
     from megatrain_nb.store.base import IoRecord
+    from megatrain_nb.store.checkpoint import Checkpoint
     from megatrain_nb.store.preflight import Preflight
 
 logger = logging.getLogger("megatrain_nb")
@@ -72,10 +74,12 @@ class Session:
         A live view follows the training; other progress displays keep quiet.
     last_step
         The last optimizer step, or None.
+    saved
+        The checkpoints of the directory; `checkpoints` lists them.
 
     Notes
     -----
-    Models are used from one thread at a time. `stop`, `resume` and `status` may be called from any.
+    Models are used from one thread at a time. `stop`, `clear_stop` and `status` may be called from any.
     """
 
     def __init__(
@@ -112,18 +116,23 @@ class Session:
         with ExitStack() as undo:
             undo.callback(self._lock.release)
             reclaimed = reclaim(preflight.path) if self._lock.took_over else 0
+            found = read_checkpoints(preflight.path)
             self.pool = HostPool(self.max_ram_bytes)
             self.store = DiskStore(
                 preflight.path,
                 max_bytes=max_disk_bytes,
                 direct=preflight.direct,
                 on_io=self._on_io,
+                pinned=[each.manifest for each in found],
             )
             undo.callback(self.store.close)
+            self.saved = Checkpoints(self, found)
             self.threads = UpdateThreads()
             undo.callback(self.threads.close)
             undo.pop_all()
         self.notes = self._find_notes(reclaimed)
+        if found:
+            self.note(_describe_found(found, self._lock.left_at_step))
         self._peak = rss.PeakMeter()
 
     # -- life -----------------------------------------------------------------------------------------
@@ -134,10 +143,10 @@ class Session:
         return self._closed
 
     def close(self) -> None:
-        """Give back every byte, thread and file; a second call does nothing.
+        """Give back every byte, thread and file but for checkpoints; a second call does nothing.
 
-        Weights that were not exported are lost: save before with ``mt.save_pretrained``, or take the
-        model out with ``mt.unwrap``.
+        Weights that are neither exported nor in a checkpoint are lost: save before with ``mt.save_pretrained``
+        or `save_checkpoint`, or take the model out with ``mt.unwrap``.
         """
         global _current  # noqa: PLW0603
         with interrupts_wait(self.stop_event, breakable=False), ExitStack() as closing:
@@ -151,7 +160,7 @@ class Session:
             closing.callback(self.device.close)
             closing.callback(self.pool.close)
             closing.callback(self.threads.close)
-            closing.callback(self.store.close, delete=True)
+            closing.callback(self.store.close)
             for model in list(self._models):
                 closing.callback(model.close, "the session was closed")
                 self._warn_unsaved(model)
@@ -177,9 +186,154 @@ class Session:
         """
         self.stop_event.set()
 
-    def resume(self) -> None:
+    def clear_stop(self) -> None:
         """Take a request to stop back."""
         self.stop_event.clear()
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def register(self, **objects: Any) -> None:
+        """Let checkpoints hold the state of other objects as well: a learning rate scheduler, a sampler.
+
+        Parameters
+        ----------
+        **objects
+            By a name of your choice. Each has ``state_dict()`` and ``load_state_dict()``, or ``get_state()`` and
+            ``set_state()`` as a ``torch.Generator``; what they give is dicts, lists, texts, numbers and tensors.
+            None takes one off the list.
+
+        Raises
+        ------
+        ArgumentError
+            An object without these.
+        """
+        for name, each in objects.items():
+            if each is None:
+                self.saved.objects.pop(name, None)
+                continue
+            check_stateful(name, each)
+            self.saved.objects[name] = each
+
+    def save_checkpoint(
+        self, name: str | None = None, *, keep: int | None = None
+    ) -> Checkpoint:
+        """Keep the models, their optimizers, what was registered and the random states as they are now.
+
+        Nothing that is on the disk is written again: its tiles are pinned. Call it between steps.
+
+        Parameters
+        ----------
+        name
+            None for ``step-`` and the number of the step. One of the same name is replaced.
+        keep
+            How many checkpoints to keep, this one included: older ones are removed after it. None keeps all.
+
+        Returns
+        -------
+        Checkpoint
+            Its ``name``, ``step``, ``time`` and ``num_bytes``.
+
+        Raises
+        ------
+        SessionError
+            No model is in the session, or it is in the middle of a step.
+        BudgetError
+            The disk has no room for it and the step after it; nothing was changed.
+        StoreError
+            The disk is full or failed; earlier checkpoints are whole, and training can go on.
+        """
+        if keep is not None and (type(keep) is not int or keep < 1):
+            msg = f"keep={keep!r} is not usable; give a number of checkpoints, 1 or more, or None"
+            raise ArgumentError(msg)
+        if name is not None and not (isinstance(name, str) and 0 < len(name) <= 200):
+            msg = f"name={name!r} is not usable; give a short text, or None"
+            raise ArgumentError(msg)
+        before = self.saved.all()
+        others = [each for each in before if each.name != name]
+        removing = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
+        checkpoint = self.saved.save(name, leaving=removing)
+        for each in removing:
+            self.saved.remove(each)
+        return checkpoint
+
+    def resume(
+        self, name: str | None = None, *, weights_only: bool = False
+    ) -> Checkpoint:
+        """Go on from a checkpoint: everything is as it was when it was taken, bit for bit.
+
+        Make model, optimizer and what you registered as before, then call this. Takes milliseconds: tiles
+        are read when they are needed.
+
+        Parameters
+        ----------
+        name
+            Which one; None for the last that was taken.
+        weights_only
+            Only the weights and buffers; optimizer, random states and what was registered stay as they are.
+
+        Raises
+        ------
+        ArgumentError
+            There is none, or what was registered is not what the checkpoint holds.
+        ModelError
+            It is of another model: names the first difference. Nothing has changed.
+        StoreError
+            Its files are damaged. A tile is checked when it is read.
+        """
+        return self.saved.resume(name, weights_only=weights_only)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the checkpoints in the offload directory, oldest first."""
+        return self.saved.all()
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint; what only it held of the disk is free then."""
+        self.saved.remove(self.saved.get(name))
+
+    def export_checkpoint(self, name: str | None, folder: str | Path) -> Path:
+        """Copy a checkpoint (None: the last) to a new folder, on any disk; ``mt.init`` can open it there.
+
+        Raises
+        ------
+        ArgumentError
+            No such checkpoint, or the folder exists.
+        StoreError
+            The disk is full or failed; no half folder is left.
+        """
+        return self.saved.export(name, Path(folder))
+
+    def import_checkpoint(
+        self, folder: str | Path, name: str | None = None
+    ) -> Checkpoint:
+        """Copy a checkpoint from a folder that `export_checkpoint` made, every tile checked; `resume` uses it.
+
+        Raises
+        ------
+        ArgumentError
+            Not such a folder.
+        BudgetError, StoreError
+            No room; damaged; or a disk failed.
+        """
+        return self.saved.take_in(Path(folder), name)
+
+    def usable_models(self) -> list[OffloadedModel]:
+        """Return the models in the order in which they came.
+
+        Raises
+        ------
+        SessionError
+            There is none, the session is closed, or one must not be used any more.
+        """
+        if self._closed:
+            msg = "the session is closed; open one with mt.init(...)"
+            raise SessionError(msg)
+        self._let_go()
+        if not self._models:
+            msg = "no model is in the session; call mt.wrap(model) or make an mt.Trainer first"
+            raise SessionError(msg)
+        for model in self._models:
+            model.executor.check_usable()
+        return list(self._models)
 
     # -- models -----------------------------------------------------------------------------------------
 
@@ -242,8 +396,7 @@ class Session:
     def disk_room_bytes(self, model: OffloadedModel) -> int:
         """Return the bytes that a model may have on disk beside the other models."""
         others = sum(m.residency.disk_bytes for m in self._models if m is not model)
-        free = self.preflight.free_bytes
-        return min(free, self.max_disk_bytes or free) - others
+        return self.store.capacity_bytes - self.store.pinned_bytes() - others
 
     # -- what happens -------------------------------------------------------------------------------------
 
@@ -282,6 +435,7 @@ class Session:
     def note_step(self, result: StepResult) -> None:
         """Tell the callbacks that a step is complete."""
         self.last_step = result
+        self._lock.note_step(result.step)
         for callback in self.callbacks:
             callback.on_step_end(result)
 
@@ -436,6 +590,21 @@ def init(
     return _current
 
 
+def _describe_found(found: list[Checkpoint], left_at_step: int | None) -> str:
+    last = found[-1]
+    count = "a checkpoint" if len(found) == 1 else f"{len(found)} checkpoints, the last"
+    lost = (left_at_step or 0) - last.step
+    after = (
+        f"; the process that died here had done {lost} more {'step' if lost == 1 else 'steps'}, which are lost"
+        if lost > 0
+        else ""
+    )
+    return (
+        f"this directory holds {count}: {last.label}{after}. Go on with session.resume(), or with "
+        "trainer.train(resume_from_checkpoint=True)"
+    )
+
+
 def load_code() -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
@@ -472,5 +641,5 @@ def _close_current() -> None:
         _current.close()
 
 
-# Nothing is left in the offload directory when the interpreter ends.
+# Nothing but checkpoints is left in the offload directory when the interpreter ends.
 atexit.register(_close_current)

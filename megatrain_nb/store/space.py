@@ -97,10 +97,11 @@ class Space:
             self._extents.free(tile.offset, tile.extent_bytes)
         self.changed.notify_all()
 
-    def give_back(self) -> None:
+    def give_back(self, *, all_of_it: bool = False) -> None:
         """Return a large free end to the disk; a small one is needed again soon."""
         end_bytes = self._extents.end_bytes
-        if self._file.size_bytes > end_bytes + end_bytes // 4 + _KEEP_BYTES:
+        spare = 0 if all_of_it else end_bytes // 4 + _KEEP_BYTES
+        if self._file.size_bytes > end_bytes + spare:
             self._file.shrink(end_bytes)
 
     def _wait_for_a_transfer(self, deadline: float) -> bool:
@@ -108,16 +109,17 @@ class Space:
         return self.num_transfers > 0 and left_s > 0 and self.changed.wait(left_s)
 
     def _take_over(self, tiles: list[Tile]) -> None:
-        """Hold the tiles of a manifest; the rest of the file is free space."""
+        """Hold the tiles of all pinned manifests; the rest of the file is free space."""
         path = self._file.path
+        shared = {(tile.offset, tile.extent_bytes) for tile in tiles}
         try:
-            self._extents.reserve([(tile.offset, tile.extent_bytes) for tile in tiles])
+            self._extents.reserve(sorted(shared))
         except ValueError as error:
-            msg = f"the manifest does not fit {path}: {error}"
+            msg = f"the checkpoints do not fit {path}: {error}"
             raise StoreError(msg) from error
         end_bytes, size_bytes = self._extents.end_bytes, self._file.size_bytes
         if end_bytes > size_bytes:
-            msg = f"{path} has {size_bytes} bytes, its manifest names {end_bytes}"
+            msg = f"{path} has {size_bytes} bytes, its checkpoints name {end_bytes}"
             raise StoreError(msg)
         if self._max_bytes is not None and end_bytes > self._max_bytes:
             msg = (

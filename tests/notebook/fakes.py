@@ -53,7 +53,7 @@ class FakeSession:
         self.num_stops += 1
         self.stop_event.set()
 
-    def resume(self) -> None:
+    def clear_stop(self) -> None:
         self.stop_event.clear()
 
     def close(self) -> None:
