@@ -158,9 +158,23 @@ def _commands() -> dict[str, _Parser]:
         )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
     status = "show bytes per tier and the last step's times; returns the Status"
+    resume = _Parser(
+        prog="%megatrain resume",
+        description="go on from a checkpoint; after a kernel restart, open the session again first",
+        epilog="Make model and optimizer as before, then run it; without a session it opens the last one again.",
+    )
+    resume.add_argument(
+        "name", nargs="?", metavar="NAME", help="which checkpoint; the last one"
+    )
+    resume.add_argument(
+        "--weights-only", action="store_true", help="leave the optimizer as it is"
+    )
+    checkpoints = "list the checkpoints in the offload directory; returns the list"
     return {
         "init": init,
         "status": _Parser(prog="%megatrain status", description=status),
+        "checkpoints": _Parser(prog="%megatrain checkpoints", description=checkpoints),
+        "resume": resume,
         "close": _Parser(prog="%megatrain close", description="close the session"),
         "help": _Parser(prog="%megatrain help", description="show this overview"),
     }

@@ -85,7 +85,9 @@ class Checkpoints:
         self._session = session
         self._number = max((each.number for each in found), default=0)
         self._all = list(found)
-        for older in self._all[:-1]:  # a crash came between the new one and the old one's end
+        for older in self._all[
+            :-1
+        ]:  # a crash came between the new one and the old one's end
             if any(each.name == older.name for each in self._after(older)):
                 self.remove(older)
 
@@ -143,9 +145,7 @@ class Checkpoints:
                 self.remove(each)
             for model in models:
                 model.saved_version = model.executor.version
-            logger.info(
-                "%r taken in %.3f s", checkpoint, time.perf_counter() - begin
-            )
+            logger.info("%r taken in %.3f s", checkpoint, time.perf_counter() - begin)
         return checkpoint
 
     def _describe(self, models: Sequence[OffloadedModel]) -> tuple[Any, bytes]:

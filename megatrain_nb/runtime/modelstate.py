@@ -11,7 +11,7 @@ from megatrain_nb.errors import ModelError
 from megatrain_nb.runtime.pager import What
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
@@ -29,6 +29,7 @@ def identity(model: OffloadedModel) -> dict[str, Any]:
     packs: dict[str, Any] = {
         pack.name: {
             "index": pack.index,
+            "computes in": "bfloat16" if pack.split else "float32",
             "elements": pack.numel,
             "parameters": {
                 param.name: {"shape": list(param.shape), "offset": param.offset}
@@ -65,7 +66,14 @@ def identity(model: OffloadedModel) -> dict[str, Any]:
 
 def check_same(saved: Any, here: list[Any], checkpoint: Checkpoint) -> None:
     """Raise ModelError that names the first difference between a checkpoint's models and those here."""
-    found = _difference(saved, here, "models")
+    found = ""
+    if not isinstance(saved, list) or len(saved) != len(here):
+        count = len(saved) if isinstance(saved, list) else 0
+        found = f"it holds {count} models, and {len(here)} are in the session"
+    for index, (one, other) in enumerate(zip(saved, here, strict=False)):
+        for section in other:
+            where = section if len(here) == 1 else f"model {index}, {section}"
+            found = found or _difference(one.get(section), other[section], where)
     if found:
         msg = (
             f"{checkpoint!r} is of another model than the one here: {found}. Make the model as it was when the "
@@ -203,27 +211,23 @@ def _kind(tensor: Tensor) -> dict[str, Any]:
 
 def _difference(saved: Any, here: Any, where: str) -> str:
     """Name the first place where two JSON trees differ; empty if they do not."""
-    if isinstance(saved, dict) and isinstance(here, dict):
-        for key in [*saved, *here]:
-            if key not in here:
-                return f"{where}: {key} is missing here"
-            if key not in saved:
-                return f"{where}: {key} is not in the checkpoint"
-            found = _difference(saved[key], here[key], f"{where}, {key}")
-            if found:
-                return found
-        return ""
-    if isinstance(saved, list) and isinstance(here, list):
-        for index, (one, other) in enumerate(zip(saved, here, strict=False)):
-            found = _difference(one, other, f"{where}[{index}]")
-            if found:
-                return found
-    if saved != here:
-        if isinstance(saved, list) and isinstance(here, list):
-            saved, here = _short(saved), _short(here)
-        return f"{where} is {saved!r} in the checkpoint and {here!r} here"
+    one, other = dict(_leaves(saved, where)), dict(_leaves(here, where))
+    for path in [*one, *other]:
+        if path not in other:
+            return f"{path} is missing here"
+        if path not in one:
+            return f"{path} is not in the checkpoint"
+        if one[path] != other[path]:
+            return f"{path} is {one[path]!r} in the checkpoint and {other[path]!r} here"
     return ""
 
 
-def _short(values: list[Any]) -> Any:
-    return values if len(repr(values)) < 100 else f"{len(values)} entries"
+def _leaves(tree: Any, where: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{where}, {key}")
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _leaves(value, f"{where}[{index}]")
+    else:
+        yield where, tree

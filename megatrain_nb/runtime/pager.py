@@ -366,9 +366,7 @@ class Pager:
 
     def tile_name(self, piece: Piece, start: int) -> str:
         """Return what the tile that begins at element ``start`` is called, whichever model of the session it is."""
-        return (
-            f"{piece.what.value}/{piece.pack.index}/{start // self.tile_numel}"
-        )
+        return f"{piece.what.value}/{piece.pack.index}/{start // self.tile_numel}"
 
     def read_tile(
         self, piece: Piece, start: int, stop: int, *, patient: bool

@@ -327,6 +327,10 @@ class Session:
         if self._closed:
             msg = "the session is closed; open one with mt.init(...)"
             raise SessionError(msg)
+        if (
+            len(self._models) > 1
+        ):  # one that nobody uses any more may wait for the collector
+            gc.collect()
         self._let_go()
         if not self._models:
             msg = "no model is in the session; call mt.wrap(model) or make an mt.Trainer first"

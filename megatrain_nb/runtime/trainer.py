@@ -272,7 +272,6 @@ class Trainer(transformers.Trainer):
             for callback in self.session.callbacks:
                 callback.on_train_end()
 
-
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -294,7 +293,11 @@ class Trainer(transformers.Trainer):
             best=state.best_model_checkpoint,
         )
         checkpoints = self.session.saved
-        old = [each for each in checkpoints.all() if each.name in {there[x] for x in leaving}]
+        old = [
+            each
+            for each in checkpoints.all()
+            if each.name in {there[x] for x in leaving}
+        ]
         with self._registered():
             checkpoints.save(str(folder), leaving=old)
         write_reference(

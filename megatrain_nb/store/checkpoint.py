@@ -165,9 +165,7 @@ def write_checkpoint(
     return Checkpoint(label=label, folder=folder, manifest=manifest)
 
 
-def write_folder(
-    temporary: Path, files: Mapping[str, bytes], *, then: Path
-) -> None:
+def write_folder(temporary: Path, files: Mapping[str, bytes], *, then: Path) -> None:
     """Write files into a new folder, sync it, and give it its name."""
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -211,12 +209,11 @@ def read_checkpoints(directory: Path) -> list[Checkpoint]:
         One cannot be read. Its tiles cannot be told from free space then, so nothing may be written here.
     """
     parent = directory / FOLDER_NAME
-    found = [
+    return [
         _read_checkpoint(parent / name)
         for name in sorted(_entries(parent), key=lambda name: name.zfill(20))
         if re.fullmatch(r"\d{6,18}", name)
     ]
-    return found
 
 
 def sweep(directory: Path) -> None:
@@ -278,15 +275,13 @@ def _label(content: dict[str, Any]) -> Label:
     name, step, num_steps = (content[key] for key in ("name", "step", "num_steps"))
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
         msg = "its name is not a text"
-        raise ValueError(msg)  # noqa: TRY004 - a fault of the file
+        raise ValueError(msg)
     for count in (step, 0 if num_steps is None else num_steps):
         if type(count) is not int or not 0 <= count < _MAX_STEP:
             msg = f"it has {str(count)[:80]} steps"
             raise ValueError(msg)
     time = datetime.fromisoformat(content["time"])
-    return Label(
-        name=name, step=step, num_steps=num_steps, time=time.astimezone(UTC)
-    )
+    return Label(name=name, step=step, num_steps=num_steps, time=time.astimezone(UTC))
 
 
 def _read_files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
@@ -294,10 +289,8 @@ def _read_files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise StoreError(_why_unreadable(folder, "it is not a folder"))
-        sums = dict(
-            reversed(line.split(" ", 1))
-            for line in _read_file(folder / _CHECKSUMS).decode().splitlines()
-        )
+        lines = _read_file(folder / _CHECKSUMS).decode().splitlines()
+        sums = {name: found for found, name in (line.split(" ", 1) for line in lines)}
         found = {name: _read_file(folder / name) for name in names}
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "checksums is damaged"
@@ -321,7 +314,9 @@ def _read_file(path: Path) -> bytes:
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
-            msg = f"{path.name} is not a file of at most {format_bytes(_MAX_FILE_BYTES)}"
+            msg = (
+                f"{path.name} is not a file of at most {format_bytes(_MAX_FILE_BYTES)}"
+            )
             raise OSError(0, msg)
         return file.read(_MAX_FILE_BYTES)
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOCK_NAME = "owner.lock"
-_NOTE_BYTES = 512  # one write of a fixed length: a reader finds the old note or the new one
+_NOTE_BYTES = (
+    512  # one write of a fixed length: a reader finds the old note or the new one
+)
 
 
 class OwnerLock:

@@ -36,6 +36,11 @@ class FakeStatus:
         return "<b>status</b>"
 
 
+@dataclass(frozen=True)
+class FakeCheckpoint:
+    label: str
+
+
 class FakeSession:
     """Counts steps; stops where the runtime would."""
 
@@ -59,6 +64,15 @@ class FakeSession:
     def close(self) -> None:
         self.closed = True
         sys.modules[MODULE].current = None  # type: ignore[attr-defined]
+
+    def checkpoints(self) -> list[FakeCheckpoint]:
+        return [FakeCheckpoint("'step-4', step 4 of 9")]
+
+    def resume(self, name: str | None, *, weights_only: bool) -> tuple[Any, bool]:
+        if name == "missing":
+            msg = "no checkpoint 'missing' in /nvme/run; there: 'step-4'"
+            raise ArgumentError(msg)
+        return name, weights_only
 
     def status(self) -> FakeStatus:
         now = 400_000_000 + 1_000_000 * (self.step % 50)

@@ -154,8 +154,7 @@ def test_damage_is_named(
     elif damage == "folder":
         path.mkdir()
     with pytest.raises(StoreError, match="000001 cannot be read"):
-        for found in read_checkpoints(tmp_path):
-            found.read()
+        [found.read() for found in read_checkpoints(tmp_path)]
 
 
 def rewritten(taken: Checkpoint, change: Callable[[dict[str, Any]], Any]) -> None:

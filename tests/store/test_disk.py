@@ -10,7 +10,6 @@ import weakref
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from tests.store.conformance import StoreConformance, get, noise, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from megatrain_nb.store.base import Store
 
