@@ -265,7 +265,7 @@ class Checkpoints:
         checkpoint = self.get(name)
         with interrupts_wait(session.stop_event, breakable=False):
             models = session.usable_models()
-            state, states, objects = self._read(checkpoint)
+            state, states, objects = read_state(checkpoint)
             check_same(
                 state["identity"], [identity(model) for model in models], checkpoint
             )
@@ -276,53 +276,38 @@ class Checkpoints:
                 model.executor.drop_gradients()
                 model.forget_step()
                 model.executor.weights_change()
-            for index, (model, each) in enumerate(zip(models, states, strict=True)):
-                restore_model(
-                    model,
-                    each,
-                    checkpoint.manifest,
-                    prefix=f"{index}/",
-                    weights_only=weights_only,
-                )
-            if not weights_only:
-                for key, value in objects.items():
-                    _load(self.objects[key], value)
-                if randomness:
-                    _set_random_state(state["random"])
+            try:
+                for index, (model, each) in enumerate(zip(models, states, strict=True)):
+                    restore_model(
+                        model,
+                        each,
+                        checkpoint.manifest,
+                        prefix=f"{index}/",
+                        weights_only=weights_only,
+                    )
+                if not weights_only:
+                    for key, value in objects.items():
+                        _load(self.objects[key], value)
+                    if randomness:
+                        _set_random_state(state["random"])
+            except BaseException as error:
+                for model in models:
+                    model.pager.broken = (
+                        f"going on from {checkpoint!r} failed half-way ({error!r}), so the model must not be used any "
+                        "more; close the session and start again"
+                    )
+                raise
         logger.info("resumed from %r", checkpoint)
         return checkpoint
 
     def set_random_state(self, name: str) -> None:
         """Set the random states that a checkpoint has."""
-        state, _, _ = self._read(self.get(name))
+        state, _, _ = read_state(self.get(name))
         _set_random_state(state["random"])
 
     def object_state(self, name: str, key: str) -> Any:
         """Return the state of one registered object in a checkpoint, or None."""
-        return self._read(self.get(name))[2].get(key)
-
-    def _read(self, checkpoint: Checkpoint) -> tuple[dict[str, Any], Any, Any]:
-        """Return the state, and of it the models' and the registered objects'."""
-        content, data = checkpoint.read()
-        try:
-            tensors = safetensors.torch.load(data)
-            state = {
-                "identity": content["identity"],
-                "random": from_json(content["random"], tensors),
-            }
-            models = [from_json(each, tensors) for each in content["models"]]
-            objects = from_json(content["objects"], tensors)
-        except (
-            safetensors.SafetensorError,
-            KeyError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            RecursionError,
-        ) as error:
-            msg = f"{checkpoint!r} in {checkpoint.folder} cannot be read: {error!r}"
-            raise StoreError(msg) from error
-        return state, models, objects
+        return read_state(self.get(name))[2].get(key)
 
     def _check_resumable(
         self,
@@ -372,6 +357,36 @@ class Checkpoints:
         for each in same:
             self.remove(each)
         return checkpoint
+
+
+def read_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any, Any]:
+    """Return the state, and of it the models' and the registered objects'.
+
+    Raises
+    ------
+    StoreError
+        It is damaged.
+    """
+    content, data = checkpoint.read()
+    try:
+        tensors = safetensors.torch.load(data)
+        state = {
+            "identity": content["identity"],
+            "random": from_json(content["random"], tensors),
+        }
+        models = [from_json(each, tensors) for each in content["models"]]
+        objects = from_json(content["objects"], tensors)
+    except (
+        safetensors.SafetensorError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        msg = f"{checkpoint!r} in {checkpoint.folder} cannot be read: {error!r}"
+        raise StoreError(msg) from error
+    return state, models, objects
 
 
 def _check_between_steps(model: OffloadedModel) -> None:

@@ -59,9 +59,12 @@ def write_reference(
     }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
         if folder.exists():
-            shutil.rmtree(folder)
+            folder.rename(old)
         write_folder(folder.with_name(f".{folder.name}.part"), files, then=folder)
+        shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         msg = f"cannot write {folder}: {error.strerror}; the checkpoint itself is in {offload_dir}"
         raise StoreError(msg) from error

@@ -245,7 +245,8 @@ class Session:
         if keep is not None and (type(keep) is not int or keep < 1):
             msg = f"keep={keep!r} is not usable; give a number of checkpoints, 1 or more, or None"
             raise ArgumentError(msg)
-        if name is not None and not (isinstance(name, str) and 0 < len(name) <= 200):
+        given: object = name
+        if name is not None and not (isinstance(given, str) and 0 < len(given) <= 200):
             msg = f"name={name!r} is not usable; give a short text, or None"
             raise ArgumentError(msg)
         before = self.saved.all()

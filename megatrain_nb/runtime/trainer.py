@@ -276,7 +276,7 @@ class Trainer(transformers.Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Take a checkpoint of the session, and make the folder that refers to it."""
-        if self.hp_search_backend is None and trial is None:
+        if trial is None:
             self.store_flos()
         run, state = self._run_directory(trial), self.state
         folder = folder_of(run, state.global_step)

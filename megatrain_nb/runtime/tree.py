@@ -56,9 +56,9 @@ def to_json(tree: Any, tensors: dict[str, Tensor], where: str = "state") -> Any:
         return {"__tuple__": values} if isinstance(tree, tuple) else values
     if isinstance(tree, np.generic):
         tree = tree.item()
-    for plain in (bool, int, float):
-        if isinstance(tree, plain):
-            return plain(tree)  # an enum becomes the number that it is
+    if isinstance(tree, bool | int | float):
+        plain = next(x for x in (bool, int, float) if isinstance(tree, x))
+        return plain(tree)  # an enum becomes the number that it is
     if tree is None or isinstance(tree, str):
         return tree and str.__str__(tree)
     msg = (

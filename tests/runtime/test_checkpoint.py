@@ -42,6 +42,7 @@ PLACES = {"ram": None, "disk": 0, "mixed": 80_000}
 class Odd(TinyLM):
     """With dropout, a parameter beside the blocks, buffers of both kinds, and a count that forward moves."""
 
+    layers: Any
     scale: nn.Parameter
     seen: torch.Tensor
     last: torch.Tensor
@@ -58,7 +59,8 @@ class Odd(TinyLM):
         with torch.no_grad():
             self.seen += 1
             self.last = torch.full((1 + int(self.seen) % 3,), float(self.seen))
-        return self.drop(super().forward(ids)) * self.scale
+        logits: torch.Tensor = self.drop(super().forward(ids)) * self.scale
+        return logits
 
 
 class Run:
@@ -478,6 +480,29 @@ def test_a_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
             session.save_checkpoint()
         assert session.checkpoints() == []
         assert session.store.pinned_bytes() == 0
+
+
+def test_what_fails_half_way_is_not_used(tmp_path: Path) -> None:
+    class Refuses:
+        def state_dict(self) -> Any:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError(state)
+
+    with opened(tmp_path) as session:
+        run = Run(session, 0)
+        session.register(data=Refuses())
+        train(run, 1)
+        session.save_checkpoint()
+        with pytest.raises(KeyError):
+            session.resume()
+        with pytest.raises(mt.StoreError, match="failed half-way"):
+            train(run, 1)
+    with opened(tmp_path) as session:
+        run = Run(session, 0)
+        session.resume(weights_only=True)
+        train(run, 1)
 
 
 # -- room and faults --------------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_the_best_model_at_the_end(tmp_path: Path, limit: int) -> None:
         "eval_dataset": Rows(size=4),
         "compute_metrics": lambda _: {"worse": next(steps)},
     }
-    plain = transformers.Trainer(
+    plain: Any = transformers.Trainer(
         model=make_model("llama"),
         args=arguments(
             tmp_path / "a", **({"max_steps": 10, "save_strategy": "steps"} | args)
