@@ -182,6 +182,11 @@ class MegatrainMagics(Magics):
         )
         return session
 
+    def _clean(self, args: Namespace) -> object:
+        return mt.cleanup(
+            args.offload_dir, checkpoints=args.checkpoints, remove=args.remove
+        )
+
     def _close(self, _args: Namespace) -> None:
         session = current_session()
         if session is not None:

@@ -169,12 +169,23 @@ def _commands() -> dict[str, _Parser]:
     resume.add_argument(
         "--weights-only", action="store_true", help="leave the optimizer as it is"
     )
+    clean = _Parser(
+        prog="%megatrain clean",
+        description="show what was left in a directory that no session uses, or remove it",
+        epilog="Only files of this package go. Without --remove nothing is touched.",
+    )
+    clean.add_argument("--offload-dir", required=True, metavar="DIR", help="which one")
+    clean.add_argument(
+        "--checkpoints", action="store_true", help="checkpoints go as well"
+    )
+    clean.add_argument("--remove", action="store_true", help="do it")
     checkpoints = "list the checkpoints in the offload directory; returns the list"
     return {
         "init": init,
         "status": _Parser(prog="%megatrain status", description=status),
         "checkpoints": _Parser(prog="%megatrain checkpoints", description=checkpoints),
         "resume": resume,
+        "clean": clean,
         "close": _Parser(prog="%megatrain close", description="close the session"),
         "help": _Parser(prog="%megatrain help", description="show this overview"),
     }

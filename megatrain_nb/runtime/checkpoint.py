@@ -77,11 +77,14 @@ class Checkpoints:
         ``get_state`` and ``set_state``.
     num_steps
         Steps of the whole run, as far as somebody said.
+    after_each_step
+        Somebody sees to it that each step is kept, or was told to.
     """
 
     def __init__(self, session: Session, found: Sequence[Checkpoint]) -> None:
         self.objects: dict[str, Any] = {}
         self.num_steps: int | None = None
+        self.after_each_step = False
         self._session = session
         self._number = max((each.number for each in found), default=0)
         self._all = list(found)

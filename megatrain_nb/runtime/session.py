@@ -43,6 +43,11 @@ logger = logging.getLogger("megatrain_nb")
 
 _current: Session | None = None
 
+_OWN_LOOP = (
+    'crash_safe="step": in a loop of your own only you know where a step ends (after scheduler.step()), so call '
+    'session.save_checkpoint("last-step") there; mt.Trainer does it by itself'
+)
+
 # Without max_ram_gb: this share of what the machine has left when the session opens.
 _DEFAULT_RAM_SHARE = 0.8
 
@@ -68,6 +73,8 @@ class Session:
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
+    crash_safe
+        ``"step"`` if a checkpoint follows every step of an `mt.Trainer`, or None.
     callbacks
         Listeners; append a `Callback`.
     shown
@@ -90,11 +97,13 @@ class Session:
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
         device: Device,
+        crash_safe: str | None = None,
     ) -> None:
         heap.return_freed_memory()
         load_code()
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
+        self.crash_safe = crash_safe
         self.max_vram_bytes = max_vram_bytes
         self.max_disk_bytes = max_disk_bytes
         self.max_ram_bytes = max_ram_bytes or round(
@@ -441,6 +450,9 @@ class Session:
         """Tell the callbacks that a step is complete."""
         self.last_step = result
         self._lock.note_step(result.step)
+        if self.crash_safe and not self.saved.after_each_step:
+            self.saved.after_each_step = True
+            self.note(_OWN_LOOP)
         for callback in self.callbacks:
             callback.on_step_end(result)
 
@@ -532,6 +544,7 @@ def init(
     max_disk_gb: float | str | None = None,
     optimizer_compression: bool | str = False,
     device: str | torch.device | None = None,
+    crash_safe: str | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
 
@@ -547,6 +560,10 @@ def init(
         False: Adam's moments are fp32. Compressed moments come in a later version.
     device
         ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one.
+    crash_safe
+        ``"step"``: `mt.Trainer` takes a checkpoint after every step and keeps the last of them, so that a crash
+        costs at most the step in progress. Its updates are done at once then, and the disk holds a second version
+        of every tile. None: only what ``save_strategy`` and `Session.save_checkpoint` keep.
 
     Returns
     -------
@@ -566,6 +583,9 @@ def init(
             f"optimizer_compression={optimizer_compression!r}: only False (fp32 moments) works in this version; "
             "lossless packing and 8, 4, 3 and 2 bit moments are to come"
         )
+        raise ArgumentError(msg)
+    if crash_safe not in (None, "step"):
+        msg = f'crash_safe={crash_safe!r} is not known; give "step" or None'
         raise ArgumentError(msg)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
@@ -591,6 +611,7 @@ def init(
         max_disk_bytes=sizes["max_disk_gb"],
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
+        crash_safe=crash_safe,
     )
     return _current
 

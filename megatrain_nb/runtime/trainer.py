@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 # The loss that the running micro-batch would have called backward on; every micro-batch has its own context.
 _taken: ContextVar[list[Tensor]] = ContextVar("taken")
+# What crash_safe="step" keeps of a run, beside its checkpoint folders.
+_LAST_STEP = "last-step"
 _DISPLAYS = ("NotebookProgressCallback", "ProgressCallback", "PrinterCallback")
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
@@ -312,6 +314,13 @@ class Trainer(transformers.Trainer):
             checkpoints.remove(each)
         self._references = self._referring(folders_in(run))
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.session.crash_safe:
+            _note_callbacks(self)
+            with self._registered():
+                self.session.saved.save(str(self._run_directory() / _LAST_STEP))
+
     def _run_directory(self, trial: Any = None) -> Path:
         return Path(self._get_output_dir(trial=trial)).absolute()
 
@@ -333,13 +342,18 @@ class Trainer(transformers.Trainer):
         if wanted is True:
             run = self._run_directory()
             there = self._referring(folders_in(run))
-            if not there:
+            names = [there[max(there, key=step_of)]] if there else []
+            every = [each.name for each in self.session.checkpoints()]
+            last_step = str(run / _LAST_STEP)
+            if last_step in every:
+                names.append(last_step)
+            if not names:
                 msg = (
                     f"resume_from_checkpoint=True: {run} refers to no checkpoint in {self.session.preflight.path}; "
                     "give the offload_dir and output_dir of the run that is to go on, or begin without it"
                 )
                 raise ArgumentError(msg)
-            return there[max(there, key=step_of)]
+            return max(names, key=every.index)
         if not isinstance(wanted, str | Path):
             msg = f"resume_from_checkpoint={wanted!r} is neither True nor a folder"
             raise ArgumentError(msg)
@@ -453,12 +467,14 @@ class _Reports(transformers.TrainerCallback):
     ) -> None:
         self._trainer._progress.begin()
         self._trainer.session.saved.num_steps = state.max_steps
+        self._trainer.session.saved.after_each_step = True
         for callback in self._trainer.session.callbacks:
             callback.on_train_begin(state.max_steps)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.streamed_optimizer.finish()
         self._trainer._forget_removed()
+        self._trainer.session.saved.after_each_step = False
 
 
 def check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ FOLDER_NAME = "checkpoints"
 _VERSION = 1
 _MANIFEST, _STATE, _TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 _CHECKSUMS = "checksums"
+FILE_NAMES = frozenset((_MANIFEST, _STATE, _TENSORS, _CHECKSUMS))
 _MAX_FILE_BYTES = 2**30
 _MAX_NAME = 1000
 _MAX_STEP = 2**53

@@ -57,7 +57,8 @@ class OwnerLock:
         self.directory = directory
         self.path = directory / LOCK_NAME
         self._fd = self._acquire()
-        self.took_over = bool(os.pread(self._fd, 1, 0))
+        self._before = os.pread(self._fd, 4096, 0)
+        self.took_over = bool(self._before)
         step = _read_owner(self._fd).get("step")
         self.left_at_step = step if type(step) is int else None
         self._owner: dict[str, Any] = {
@@ -85,6 +86,14 @@ class OwnerLock:
             if _is_file(fd, self.path):
                 self.path.unlink()
         finally:
+            os.close(fd)
+
+    def abandon(self) -> None:
+        """Give the directory free as a dead process would: the lock file stays, with what it said before."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, self._before, 0)
             os.close(fd)
 
     def _acquire(self) -> int:

@@ -60,7 +60,7 @@ def test_checkpoints_and_resume(
 ) -> None:
     for line in ("checkpoints", "resume"):
         run(shell, f"%megatrain {line}")
-        assert "no session is open" in capsys.readouterr().out
+        assert "no session is open" in capsys.readouterr().err
     run(shell, f"%megatrain {INIT};")
     run(shell, "found = %megatrain checkpoints")
     assert [each.label for each in shell.user_ns["found"]] == ["'step-4', step 4 of 9"]
@@ -71,7 +71,7 @@ def test_checkpoints_and_resume(
         run(shell, f"found = %megatrain {line}")
         assert shell.user_ns["found"] == expected
     run(shell, "%megatrain resume missing")
-    assert "no checkpoint 'missing' in" in capsys.readouterr().out
+    assert "no checkpoint 'missing' in" in capsys.readouterr().err
 
 
 def test_resume_remembers_the_directory(

@@ -37,7 +37,10 @@ def test_every_command_explains_itself(command: str) -> None:
     ("line", "told"),
     [
         ("statsu", r"unknown command 'statsu' \(did you mean 'status'\?\)"),
-        ("frobnicate", "commands: init, status, close, help"),
+        (
+            "frobnicate",
+            "commands: init, status, checkpoints, resume, clean, close, help",
+        ),
         ("init", "required: --offload-dir"),
         ("init --offload-dir d --max-rma 2GB", r"did you mean '--max-ram'\?"),
         ("init --offload-dir d --max-ram 3XB", "'3XB' is not a size"),

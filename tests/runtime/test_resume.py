@@ -17,7 +17,7 @@ import transformers
 import megatrain_nb as mt
 from megatrain_nb.runtime.runs import folder_of, read_reference, to_remove
 from tests.runtime.common import differing, snapshot
-from tests.runtime.models import make_model
+from tests.runtime.models import make_batch, make_model
 from tests.runtime.plain import assert_same, opened, parameters
 from tests.runtime.test_trainer import Rows, arguments, history
 
@@ -173,6 +173,62 @@ def test_interrupted_then_resumed_in_the_same_session(tmp_path: Path) -> None:
             differing(snapshot(trainer.model, trainer.streamed_optimizer), expected)
             == []
         )
+
+
+def test_crash_safe_loses_no_step(tmp_path: Path) -> None:
+    args = {
+        "save_steps": 4,
+        "logging_steps": 2,
+        "eval_strategy": "epoch",
+        "num_train_epochs": 2,
+        "max_steps": -1,
+    }
+
+    def make(path: Path, *more: Any, seed: int = 0) -> Any:
+        return made(
+            path,
+            make_model("llama", seed=seed, dropout=0.1),
+            args=args,
+            eval_dataset=Rows(size=4),
+            callbacks=[*more],
+        )
+
+    with mt.init(tmp_path / "s1", max_ram_gb=2.0):
+        whole = make(tmp_path / "a")
+        whole.train()
+        expected = snapshot(whole.model, whole.streamed_optimizer)
+    for dies in (7, 3, 5):  # the end of an epoch is at 5
+        with mt.init(tmp_path / "s2", max_ram_gb=2.0, crash_safe="step") as session:
+            # Every one goes on where the one before ended, whatever is in the folder.
+            with pytest.raises(Dies):
+                make(tmp_path / "b", DiesAt(dies)).train()
+            assert [each.step for each in session.checkpoints()][-1] == dies
+        with mt.init(tmp_path / "s2", max_ram_gb=2.0) as session:
+            other = make(tmp_path / "b", seed=3)
+            other.train(resume_from_checkpoint=True)
+            assert other.state.global_step == 10
+            now = snapshot(other.model, other.streamed_optimizer)
+            assert differing(now, expected) == []
+            ours, theirs = history(other), history(whole)
+            assert ours[:-1] == theirs[:-1]
+            for each in session.checkpoints():
+                session.remove_checkpoint(each.name)
+        shutil.rmtree(tmp_path / "b")
+        assert list((tmp_path / "s2").iterdir()) == []
+
+
+def test_crash_safe_tells_a_plain_loop_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(mt.ArgumentError, match="crash_safe='always' is not known"):
+        mt.init(tmp_path, crash_safe="always")
+    with mt.init(tmp_path, max_ram_gb=1.0, crash_safe="step") as session:
+        model: Any
+        model, optimizer = mt.wrap(make_model("llama"))
+        for _ in range(2):
+            model(**make_batch("llama", 0)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        told = [note for note in session.notes if "only you know where" in note]
+        assert len(told) == 1
 
 
 def names(session: mt.Session) -> list[str]:
