@@ -251,7 +251,6 @@ class Checkpoints:
         name: str | None = None,
         *,
         weights_only: bool = False,
-        randomness: bool = True,
     ) -> Checkpoint:
         """Bring models, optimizers, registered objects and random states back as they were.
 
@@ -261,8 +260,6 @@ class Checkpoints:
             Which one; None for the last.
         weights_only
             Only weights, ordinary parameters and buffers.
-        randomness
-            Set the random states as well.
         """
         session = self._session
         checkpoint = self.get(name)
@@ -291,8 +288,7 @@ class Checkpoints:
                 if not weights_only:
                     for key, value in objects.items():
                         _load(self.objects[key], value)
-                    if randomness:
-                        _set_random_state(state["random"])
+                    _set_random_state(state["random"])
             except BaseException as error:
                 for model in models:
                     model.pager.broken = (

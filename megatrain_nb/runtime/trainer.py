@@ -392,13 +392,20 @@ class Trainer(transformers.Trainer):
         if checkpoint is not None:
             name = read_reference(Path(checkpoint))["checkpoint"]
             with self._registered():
-                self.session.saved.resume(name, randomness=False)
+                self.session.saved.resume(name)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Set the random states; transformers calls it where the data are where they were."""
+        """Set the random states once more, where the data are where they were."""
         if checkpoint is not None:
             name = read_reference(Path(checkpoint))["checkpoint"]
             self.session.saved.set_random_state(name)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Take no step beyond the last: transformers takes one when a finished run is resumed within an epoch."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None

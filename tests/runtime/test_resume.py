@@ -175,6 +175,21 @@ def test_interrupted_then_resumed_in_the_same_session(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("steps", [7, 9])  # within an epoch, and at the end of one
+def test_a_finished_run_takes_no_further_step(tmp_path: Path, steps: int) -> None:
+    args = {"save_steps": 1, "max_steps": steps, "gradient_accumulation_steps": 2}
+    with opened(tmp_path / "s", "ram"):
+        trainer = made(tmp_path / "a", make_model("llama"), args=args)
+        trainer.train()
+        expected = snapshot(trainer.model, trainer.streamed_optimizer)
+        state = random_state()
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == steps
+        assert random_state() == state
+        now = snapshot(trainer.model, trainer.streamed_optimizer)
+        assert differing(now, expected) == []
+
+
 def test_crash_safe_loses_no_step(tmp_path: Path) -> None:
     args = {
         "save_steps": 4,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -79,7 +80,7 @@ def replace_value(tree: Any, dice: random.Random) -> Any:
         return tree
     if isinstance(tree, int) and not isinstance(tree, bool) and dice.random() < 0.5:
         return tree + dice.choice((-4096, -1, 1, 4096, 2**40))
-    return dice.choice(ODD)
+    return copy.deepcopy(dice.choice(ODD))
 
 
 def change_json(path: Path, dice: random.Random) -> None:
@@ -105,11 +106,7 @@ def damage(directory: Path, dice: random.Random) -> None:
             dice.choice([x for x in files if x.name == "manifest.json"]), dice
         ),
         path.unlink,
-        lambda: (
-            shutil.copy(dice.choice(files), path)
-            if dice.choice(files) != path
-            else None
-        ),
+        lambda: path.write_bytes(dice.choice(files).read_bytes()),
         lambda: (path.unlink(), path.symlink_to(directory.parent / "outside")),
         lambda: (path.unlink(), os.mkfifo(path)),
         lambda: (
