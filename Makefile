@@ -11,10 +11,10 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit nojit notebooks lab bench clean
+.PHONY: help install demo test lint types unit nojit notebooks lab bench bench-gpu clean
 
 help: ## show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' \
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' \
 		$(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv and install the package in it (once)
@@ -58,6 +58,9 @@ lab: install ## open the notebooks in JupyterLab
 bench: install ## measure; prints the tables of tests/benchmarks
 	$(BIN)/pytest tests/benchmarks --benchmark-enable -s
 
+bench-gpu: install ## measure on a CUDA device: parity, speed, overlap; under 6 minutes
+	$(BIN)/python -m tests.benchmarks.gpu
+
 clean: ## remove what checks and builds leave; .venv stays
 	rm -rf build dist *.egg-info .benchmarks .hypothesis .import_linter_cache \
 		.mypy_cache .pytest_cache .ruff_cache
@@ -67,6 +70,6 @@ clean: ## remove what checks and builds leave; .venv stays
 unexport VIRTUAL_ENV
 
 # No network, no telemetry: what these train and read, they make or ship.
-demo unit nojit notebooks bench: export HF_HUB_OFFLINE = 1
-demo unit nojit notebooks bench: export HF_HUB_DISABLE_TELEMETRY = 1
-demo unit nojit notebooks bench: export TOKENIZERS_PARALLELISM = false
+demo unit nojit notebooks bench bench-gpu: export HF_HUB_OFFLINE = 1
+demo unit nojit notebooks bench bench-gpu: export HF_HUB_DISABLE_TELEMETRY = 1
+demo unit nojit notebooks bench bench-gpu: export TOKENIZERS_PARALLELISM = false

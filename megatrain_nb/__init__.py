@@ -6,6 +6,7 @@ Start with ``mt.init(offload_dir=...)``, then ``mt.Trainer`` or ``mt.wrap``; in 
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +23,22 @@ from megatrain_nb.errors import (
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from megatrain_nb.notebook.replay import replay
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.load import from_config
+    from megatrain_nb.runtime.recode import recompress
+    from megatrain_nb.runtime.recording import export_trace, record
     from megatrain_nb.runtime.session import Session, current_session, init
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
     from megatrain_nb.store.cleanup import cleanup
 
 __version__ = "0.1.0"
+
+# torch then asks for huge pages for tensors of 2 MiB and more: a step of the benchmark's thin micro-batches has 1 page
+# fault where it had 250, a thirtieth of its time. torch looks when it makes the first tensor, so it is said here.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 # Importing this package costs milliseconds: torch and numba come with the first name used.
 _LAZY = {
@@ -40,8 +48,12 @@ _LAZY = {
     "Trainer": "runtime.trainer",
     "cleanup": "store.cleanup",
     "current_session": "runtime.session",
+    "export_trace": "runtime.recording",
     "from_config": "runtime.load",
     "init": "runtime.session",
+    "recompress": "runtime.recode",
+    "record": "runtime.recording",
+    "replay": "notebook.replay",
     "save_pretrained": "runtime.export",
     "train_step": "runtime.wrap",
     "unwrap": "runtime.wrap",
@@ -62,8 +74,12 @@ __all__ = [
     "Trainer",
     "cleanup",
     "current_session",
+    "export_trace",
     "from_config",
     "init",
+    "recompress",
+    "record",
+    "replay",
     "save_pretrained",
     "train_step",
     "unwrap",

@@ -20,6 +20,13 @@ logger = logging.getLogger("megatrain_nb")
 on_compile: list[Callable[[str], None]] = []
 """Called with one line of text when a kernel is compiled, not when it is loaded."""
 
+_OPTIONS = {
+    "nogil": True,
+    "fastmath": False,
+    "error_model": "numpy",
+    "boundscheck": False,
+}
+
 _lock = threading.Lock()
 
 
@@ -35,15 +42,23 @@ def kernel(function: Function) -> Function:
     Machine code is kept next to the source file or, where that is not writable, in
     the user's cache directory; ``MEGATRAIN_CACHE_DIR`` names another place. A cache
     that cannot be read or written costs a compilation, never an error. An edit of
-    any ``kernels.py`` of this package is an edit of every kernel, since kernels may
+    any ``*kernels.py`` of this package is an edit of every kernel, since kernels may
     call each other across files.
     """
-    compiled = _numba().njit(
-        nogil=True, fastmath=False, error_model="numpy", boundscheck=False
-    )(function)
+    compiled = _numba().njit(**_OPTIONS)(function)
     if compiled is not function:
         _listen()
         _keep(compiled)
+    return cast("Function", compiled)
+
+
+def inlined(function: Function) -> Function:
+    """Compile a part of kernels, written out wherever one calls it.
+
+    For what runs for some hundred elements: a call costs as much as its work, since
+    each array is seven arguments.
+    """
+    compiled = _numba().njit(forceinline=True, **_OPTIONS)(function)
     return cast("Function", compiled)
 
 
@@ -116,7 +131,7 @@ def _cache_directory() -> Iterator[None]:
 def _source_digest() -> str:
     package = Path(__file__).parent
     digest = hashlib.sha256()
-    for path in sorted([Path(__file__), *package.rglob("kernels.py")]):
+    for path in sorted([Path(__file__), *package.rglob("*kernels.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

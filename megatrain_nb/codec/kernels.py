@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     U16 = NDArray[np.uint16]
     Floats = F32 | U16 | Split
 
-_SIGNLESS = u4(0x7FFFFFFF)
-_INFINITY = u4(0x7F800000)
-_FIRST_ODD_NAN = u4(0x7F808000)  # its place, with those up to 0x7F80FFFF, is ...
+SIGNLESS = u4(0x7FFFFFFF)
+INFINITY = u4(0x7F800000)
+FIRST_ODD_NAN = u4(0x7F808000)  # its place, with those up to 0x7F80FFFF, is ...
 _FIRST_ODD_PLACE = u4(0x7FFF8000)  # ... below the zero of the other sign
 _HALF = u4(0x8000)
 _SIXTEEN = u4(16)
@@ -47,11 +47,11 @@ def to_float(bits: np.uint32) -> np.float32:
 @kernel
 def split_bits(bits: np.uint32) -> tuple[np.uint32, np.uint32]:
     """Return the upper and the lower half of an fp32 pattern, see [Note: split]."""
-    size = u4(bits & _SIGNLESS)
+    size = u4(bits & SIGNLESS)
     up = _HALF
-    if size > _INFINITY:
-        odd = u4(size - _FIRST_ODD_NAN) < _HALF
-        up = u4(_FIRST_ODD_PLACE + _HALF - _FIRST_ODD_NAN) if odd else u4(0)
+    if size > INFINITY:
+        odd = u4(size - FIRST_ODD_NAN) < _HALF
+        up = u4(_FIRST_ODD_PLACE + _HALF - FIRST_ODD_NAN) if odd else u4(0)
     return u4(u4(bits + up) >> _SIXTEEN), u4(bits & u4(0xFFFF))
 
 
@@ -59,11 +59,11 @@ def split_bits(bits: np.uint32) -> tuple[np.uint32, np.uint32]:
 def join_bits(hi: np.uint32, lo: np.uint32) -> np.uint32:
     """Return the fp32 pattern that has these halves."""
     upper = u4(hi << _SIXTEEN)
-    if u4(upper & _SIGNLESS) > _INFINITY:
+    if u4(upper & SIGNLESS) > INFINITY:
         return u4(upper | lo)
     bits = u4(u4(upper + lo) - u4(u4(lo & _HALF) << u4(1)))
-    if u4(bits & _SIGNLESS) >= _FIRST_ODD_PLACE:
-        return u4(bits - u4(_FIRST_ODD_PLACE - _FIRST_ODD_NAN))
+    if u4(bits & SIGNLESS) >= _FIRST_ODD_PLACE:
+        return u4(bits - u4(_FIRST_ODD_PLACE - FIRST_ODD_NAN))
     return bits
 
 
@@ -100,9 +100,24 @@ def store(array: F32 | Split, i: int, value: np.float32) -> None:
         array[i] = value
 
 
+def window(array: Floats, start: int, stop: int) -> Floats:
+    """Return a view of some numbers."""
+    part = slice(start, stop)
+    return array.part(part) if isinstance(array, Split) else array[part]
+
+
+@overload(window, strict=False)
+def _compiled_window(array: Any, start: Any, stop: Any) -> Any:
+    if is_split(array):
+        return lambda array, start, stop: Split(
+            array.hi[start:stop], array.lo[start:stop]
+        )
+    return lambda array, start, stop: array[start:stop]
+
+
 @overload(load, strict=False)
-def _compiled_load(array: Any, i: Any) -> Any:  # noqa: ARG001
-    if _is_split(array):
+def _compiled_load(array: Any, i: Any) -> Any:
+    if is_split(array):
         return lambda array, i: to_float(join_bits(u4(array.hi[i]), u4(array.lo[i])))
     if array.dtype == types.uint16:
         return lambda array, i: to_float(u4(u4(array[i]) << _SIXTEEN))
@@ -110,8 +125,8 @@ def _compiled_load(array: Any, i: Any) -> Any:  # noqa: ARG001
 
 
 @overload(store, strict=False)
-def _compiled_store(array: Any, i: Any, value: Any) -> Any:  # noqa: ARG001
-    if not _is_split(array):
+def _compiled_store(array: Any, i: Any, value: Any) -> Any:
+    if not is_split(array):
 
         def store(array: Any, i: Any, value: Any) -> None:
             array[i] = value
@@ -126,5 +141,6 @@ def _compiled_store(array: Any, i: Any, value: Any) -> Any:  # noqa: ARG001
     return store_halves
 
 
-def _is_split(array: Any) -> bool:
+def is_split(array: Any) -> bool:
+    """Return whether a numba type is that of a `Split`."""
     return isinstance(array, types.NamedUniTuple) and array.instance_class is Split

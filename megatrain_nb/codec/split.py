@@ -14,7 +14,8 @@ for the number, but
 - at a tie (the low half is exactly 0x8000) torch takes the even neighbour, `hi` the one
   further from zero. They differ where the upper 16 bits are even;
 - torch turns every NaN into 0x7fc0. Here a quiet NaN, the kind that arithmetic makes,
-  keeps its own upper half, which is a NaN too. The signalling NaNs whose upper half is
+  keeps its own upper half, which is a NaN too. (The formula alone would turn 0x7fffffff,
+  the NaN that CUDA makes, into a zero, so NaNs are not rounded.) The signalling NaNs whose upper half is
   that of infinity (0x7f80 or 0xff80; no arithmetic makes them) have no NaN to go to:
   they look like an infinity, or like a zero of the other sign from low half 0x8000 on.
 

@@ -12,7 +12,9 @@ from IPython.core.completer import (
     context_matcher,
 )
 
-from megatrain_nb.notebook.parser import COMMANDS, options_of
+from megatrain_nb.codec.names import LOSSLESS, NAMES
+from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
+from megatrain_nb.notebook.surface import MODES
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
@@ -50,13 +52,21 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
     word = last[0] if last else ""
     before = typed[: len(typed) - len(word)].split()
     if whole_cell:
-        choices = [] if before else ["train"]
+        choices = [name for name in CELL_OPTIONS if name not in before]
+        if not before:
+            choices = ["train", *choices]
+        elif before[-1] == "--display":
+            choices = list(MODES)
     elif not before:
         choices = list(COMMANDS)
     elif before[-1] == "--offload-dir":
         return word, _directories(word)
+    elif before[-1] == "--compress":
+        choices = [LOSSLESS, *NAMES]
     elif before[-1] == "--device":
         choices = ["cpu", "cuda"]
+    elif before[-1] == "--compress-weights":
+        choices = [LOSSLESS]
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:

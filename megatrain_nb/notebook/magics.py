@@ -27,7 +27,16 @@ from megatrain_nb.notebook.parser import (
     parse_cell_line,
     parse_line,
 )
-from megatrain_nb.notebook.view import View, current_session, display_mode
+from megatrain_nb.notebook.runs import Runs
+from megatrain_nb.notebook.surface import (
+    NO_BUTTONS,
+    HtmlSurface,
+    TextSurface,
+    WidgetSurface,
+    display_mode,
+    kernel_awaits,
+)
+from megatrain_nb.notebook.view import Watch, current_session
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -35,8 +44,21 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
+    from megatrain_nb.notebook.surface import Surface
+
 Result = TypeVar("Result")
 
+_COMMANDS = {
+    "init": "_init",
+    "status": "_status",
+    "checkpoints": "_checkpoints",
+    "resume": "_resume",
+    "clean": "_clean",
+    "runs": "_list_runs",
+    "replay": "_replay",
+    "close": "_close",
+    "help": "_help",
+}
 _LAST_INIT = "megatrain_nb/last_init"
 _CALL = "get_ipython().run_cell_magic('megatrain', "
 _AWAITED_CALL = "await get_ipython().run_cell_magic('megatrain_awaited', "
@@ -75,6 +97,7 @@ class MegatrainMagics(Magics):
         super().__init__(shell)
         self._shell = shell
         self._run: Run | None = None
+        self._runs = Runs()
         self._in_cell = False
 
     @line_cell_magic
@@ -82,15 +105,15 @@ class MegatrainMagics(Magics):
     def megatrain(self, line: str, cell: str | None = None) -> object:
         """Run one command, or a cell; a kernel does not answer meanwhile."""
         if cell is not None:
-            run = self._new_run(line, cell)
-            return run.wait() if run else None
+            run, background = self._new_run(line, cell, awaited=False)
+            return run.finish() if run and not background else run
         return _short_errors(lambda: self._command(line))
 
     @cell_magic
     async def megatrain_awaited(self, line: str, cell: str) -> object:
         """Run a cell and await it; `await_cell` turns ``%%megatrain`` into this."""
-        run = self._new_run(line, cell)
-        return await run.wait_async() if run else None
+        run, background = self._new_run(line, cell, awaited=True)
+        return await run.finish_async() if run and not background else run
 
     def await_cell(self, lines: list[str]) -> list[str]:
         """Rewrite a ``%%megatrain`` cell so that it is awaited, where that is possible."""
@@ -118,26 +141,45 @@ class MegatrainMagics(Magics):
 
     def _command(self, line: str) -> object:
         args = parse_line(line)
-        command: Callable[[Namespace], object] = getattr(self, f"_{args.command}")
+        command: Callable[[Namespace], object] = getattr(self, _COMMANDS[args.command])
         return command(args)
 
-    def _new_run(self, line: str, cell: str) -> Run | None:
-        def make() -> Run:
-            parse_cell_line(line)
-            if self._run is not None and self._run.running:
-                msg = (
-                    "the code of an earlier %%megatrain cell still runs; "
-                    "wait for it to end, or restart the kernel"
-                )
-                raise UsageError(msg)
-            view = View(display_mode(self._shell))
-            body = Body(self._shell, f"%%megatrain {line}".rstrip(), cell)
-            return Run(body, view)
+    def _new_run(
+        self, line: str, cell: str, *, awaited: bool
+    ) -> tuple[Run | None, bool]:
+        """Return a run, and whether it goes on in the background; None where only help was asked for."""
+        args = _short_errors(lambda: parse_cell_line(line))
+        if args is None:
+            return None, False
+        if self._run is not None and self._run.running:
+            msg = (
+                "the code of an earlier %%megatrain cell still runs; "
+                "wait for it to end, or restart the kernel"
+            )
+            raise UsageError(msg)
+        mode = display_mode(self._shell, args.display)
+        body = Body(self._shell, f"%%megatrain {line}".rstrip(), cell)
+        watch = Watch(shown=mode != "none")
+        run = Run(body, watch, self._surface(mode, watch, args, awaited=awaited))
+        self._run = run
+        if args.background:
+            self._runs.append(run)
+            run.start()
+        return run, args.background
 
-        run = _short_errors(make)
-        if run is not None:
-            self._run = run
-        return run
+    def _surface(
+        self, mode: str, watch: Watch, args: Namespace, *, awaited: bool
+    ) -> Callable[[], Surface] | None:
+        """Return what opens the place to draw on; None draws nothing."""
+        if mode == "none":
+            return None
+        if mode == "text":
+            return TextSurface
+        if mode == "widget" and (args.background or (awaited and kernel_awaits())):
+            return lambda: WidgetSurface(watch, reserve_chart=args.background)
+        if mode == "widget":
+            watch.note = NO_BUTTONS
+        return HtmlSurface
 
     def _init(self, args: Namespace) -> object:
         options = {
@@ -145,6 +187,8 @@ class MegatrainMagics(Magics):
             "max_vram_gb": args.max_vram,
             "max_ram_gb": args.max_ram,
             "max_disk_gb": args.max_disk,
+            "optimizer_compression": args.compress or False,
+            "weight_compression": args.compress_weights or False,
             "device": args.device,
         }
         session = mt.init(**options)
@@ -192,6 +236,12 @@ class MegatrainMagics(Magics):
         if session is not None:
             session.close()
         print("session closed" if session else "no session is open")
+
+    def _list_runs(self, _args: Namespace) -> object:
+        return self._runs
+
+    def _replay(self, args: Namespace) -> object:
+        return mt.replay(args.path)
 
     def _help(self, _args: Namespace) -> None:
         print(overview())

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
+from megatrain_nb.codec.names import LOSSLESS, NAMES
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.units import parse_size
 
@@ -91,13 +92,22 @@ def parse_line(line: str) -> argparse.Namespace:
     return COMMANDS[command].parse_args(words[1:], argparse.Namespace(command=command))
 
 
-def parse_cell_line(line: str) -> None:
-    """Check the first line of a ``%%megatrain`` cell; raises as ``parse_line`` does."""
+def parse_cell_line(line: str) -> argparse.Namespace:
+    """Return the options of a ``%%megatrain`` cell's first line; raises as ``parse_line`` does."""
     words = _split(line)
     if words and words[-1] in ("-h", "--help"):
         raise HelpAsked(overview())
-    if words in ([], ["train"]):
-        return
+    if words[:1] in ([], ["train"]) or words[0].startswith("--"):
+        options = words[1:] if words[:1] == ["train"] else words
+        for word in options:
+            option = word.partition("=")[0]
+            if option.startswith("--") and option not in CELL_OPTIONS:
+                msg = (
+                    f"%%megatrain train has no option {option!r}"
+                    f"{_nearest(option, CELL_OPTIONS)}; options: {', '.join(CELL_OPTIONS)}"
+                )
+                raise UsageError(msg)
+        return _CELL.parse_args(options)
     msg = f"%%megatrain takes 'train' or nothing, not {' '.join(words)!r}"
     if words[0] in COMMANDS:
         msg += f"; for this command write %megatrain {words[0]} in a cell of its own"
@@ -119,7 +129,10 @@ def overview() -> str:
         for name, parser in COMMANDS.items()
     ]
     entries.append(
-        ("%%megatrain [train]", "run the cell's training code and show its progress")
+        (
+            "%%megatrain [train]",
+            "run the cell's training code and show it; --background returns at once",
+        )
     )
     width = max(len(entry[0]) for entry in entries)
     lines = [f"  {usage:{width}}  {what}" for usage, what in entries]
@@ -156,7 +169,24 @@ def _commands() -> dict[str, _Parser]:
         init.add_argument(
             f"--max-{tier}", type=_size, metavar="SIZE", help=f"budget for {what}"
         )
+    init.add_argument(
+        "--compress",
+        choices=[LOSSLESS, *NAMES],
+        metavar="CODEC",
+        help="Adam's moments: lossless, packed on disk; or in fewer bits, not lossless: "
+        f"{', '.join(NAMES)}; fp32 if left out",
+    )
+    init.add_argument(
+        "--compress-weights",
+        choices=[LOSSLESS],
+        metavar="CODEC",
+        help="weights: lossless, packed on disk; as they are if left out",
+    )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
+    replay = _Parser(
+        prog="%megatrain replay", description="show a run from its recording"
+    )
+    replay.add_argument("path", metavar="PATH", help="what mt.record wrote")
     status = "show bytes per tier and the last step's times; returns the Status"
     resume = _Parser(
         prog="%megatrain resume",
@@ -186,6 +216,10 @@ def _commands() -> dict[str, _Parser]:
         "checkpoints": _Parser(prog="%megatrain checkpoints", description=checkpoints),
         "resume": resume,
         "clean": clean,
+        "runs": _Parser(
+            prog="%megatrain runs", description="list the runs in the background"
+        ),
+        "replay": replay,
         "close": _Parser(prog="%megatrain close", description="close the session"),
         "help": _Parser(prog="%megatrain help", description="show this overview"),
     }
@@ -204,4 +238,21 @@ def _nearest(word: str, known: list[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
+def _cell() -> _Parser:
+    cell = _Parser(prog="%%megatrain train")
+    cell.add_argument(
+        "--background",
+        action="store_true",
+        help="return a Run at once; later cells may stop it, wait for it, and view it",
+    )
+    cell.add_argument(
+        "--display",
+        metavar="HOW",
+        help="auto, widget, html, text or none; else MEGATRAIN_DISPLAY says",
+    )
+    return cell
+
+
 COMMANDS = _commands()
+_CELL = _cell()
+CELL_OPTIONS = ["--background", "--display"]

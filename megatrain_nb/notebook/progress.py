@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 import time
@@ -14,7 +15,10 @@ from megatrain_nb.runtime.callbacks import Callback
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megatrain_nb.plan.history import StepRow
+    from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import StepResult
+    from megatrain_nb.runtime.recorder import Now
 
 _NUM_RECENT = 8
 _MAX_POINTS = 240
@@ -29,14 +33,15 @@ class TierUse:
     limit_bytes: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, repr=False)
 class Snapshot:
     """One moment of a run, as plain numbers; everything that is drawn comes from here.
 
     Attributes
     ----------
     state
-        ``waiting``, ``training``, ``stopping``, ``done``, ``interrupted`` or ``failed``.
+        ``waiting``, ``training``, ``paused``, ``finishing`` (the step in progress is the last), ``stopping`` (at the
+        next block), ``done``, ``stopped``, ``interrupted``, ``failed`` or ``recorded``.
     step
         The last complete optimizer step, as the model counts; 0 before the first.
     num_done, total_steps
@@ -53,6 +58,18 @@ class Snapshot:
         ``(step, loss)`` pairs so far, thinned out: finite, at most 240.
     tiers
         Bytes by tier: ``device``, ``ram``, ``disk``.
+    layout, now
+        The model's blocks, and where their bytes are; None if not known.
+    rows
+        The steps, oldest first; at most 192 rows.
+    bandwidth
+        The last minute, see `Recorder.bandwidth`.
+    totals
+        Hits, late reads, misses, and bytes of the whole run.
+    last_step
+        Kind, block index, start and end in seconds of each span of the last step; only where a chart is drawn.
+    said
+        What the last request of a person led to, or what cannot be done here.
     """
 
     state: str = "waiting"
@@ -67,6 +84,17 @@ class Snapshot:
     left_s: float | None = None
     losses: list[tuple[int, float]] = field(default_factory=list)
     tiers: dict[str, TierUse] = field(default_factory=dict)
+    layout: Layout | None = None
+    now: Now | None = None
+    rows: list[StepRow] = field(default_factory=list)
+    bandwidth: list[tuple[float, float, float, float]] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=dict)
+    last_step: list[tuple[str, int, float, float]] = field(default_factory=list)
+    said: str = ""
+
+    def __repr__(self) -> str:
+        render = importlib.import_module("megatrain_nb.notebook.render")
+        return str(render.text_line(self))
 
 
 class Progress(Callback):

@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
 from megatrain_nb.codec.arrays import check_array
 from megatrain_nb.codec.split import Split, check_split
 from megatrain_nb.errors import ArgumentError, SessionError
-from megatrain_nb.optim.config import AdamWConfig, Scalars
+from megatrain_nb.optim.config import AdamWConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from megatrain_nb.codec.kernels import U16, Floats
     from megatrain_nb.optim.kernels import Array
 
 CHUNK = 128 * 1024
 """Floats per kernel call: long against a call, short against a share of the work."""
+
+
+Work = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +45,15 @@ class Segment:
         Hyper-parameters.
     step
         Which update this is; the first is 1.
+    seed
+        Of the rounding of encoded moments.
     """
 
     start: int
     stop: int
     config: AdamWConfig
     step: int
+    seed: int = 0
 
 
 class UpdateThreads:
@@ -81,8 +89,8 @@ class UpdateThreads:
             else None
         )
 
-    def run(self, work: deque[Chunk]) -> None:
-        """Do every piece of work, in any order; the first exception is raised."""
+    def run(self, work: deque[Work]) -> None:
+        """Call every piece of work, in any order; the first exception is raised."""
         if self._closed:
             msg = "these UpdateThreads are closed; make new ones"
             raise SessionError(msg)
@@ -109,9 +117,6 @@ class UpdateThreads:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-Chunk = tuple["Array | Split", "Array", "Array", "Array | U16", Scalars]
 
 
 def update(
@@ -152,13 +157,16 @@ def update(
         The threads are closed.
     """
     size = _check_state(param, exp_avg, exp_avg_sq, grad)
-    _check_segments(segments, size)
-    work: deque[Chunk] = deque()
+    check_segments(segments, size)
+    from megatrain_nb.optim import kernels  # noqa: PLC0415
+
+    work: deque[Work] = deque()
     for segment in segments:
         scalars = segment.config.scalars(segment.step, grad_scale)
-        for part in _cut(segment):
-            arrays = (_part(param, part), exp_avg[part], exp_avg_sq[part], grad[part])
-            work.append((*arrays, scalars))
+        # A multiple of kernels.LANES, so that only the last part has a tail.
+        for part in cut(segment.start, segment.stop, CHUNK):
+            master, moments = part_of(param, part), (exp_avg[part], exp_avg_sq[part])
+            work.append(partial(kernels.adamw, master, *moments, grad[part], scalars))
     threads.run(work)
 
 
@@ -190,48 +198,69 @@ def physical_cores() -> int:
         return len(usable)
 
 
-def _drain(work: deque[Chunk]) -> None:
-    from megatrain_nb.optim import kernels  # noqa: PLC0415
-
+def _drain(work: deque[Work]) -> None:
     while True:
         try:
-            chunk = work.popleft()
+            call = work.popleft()
         except IndexError:
             return
         try:
-            kernels.adamw(*chunk)
+            call()
         except BaseException:
             work.clear()
             raise
 
 
-def _cut(segment: Segment) -> Iterator[slice]:
-    # CHUNK is a multiple of kernels.LANES, so that only the last part has a tail.
-    for start in range(segment.start, segment.stop, CHUNK):
-        yield slice(start, min(start + CHUNK, segment.stop))
+def cut(start: int, stop: int, chunk: int) -> Iterator[slice]:
+    """Yield what one kernel call takes; a tail is in the last."""
+    for first in range(start, stop, chunk):
+        yield slice(first, min(first + chunk, stop))
 
 
 def _check_state(
     master: Array | Split, exp_avg: Array, exp_avg_sq: Array, grad: Floats
 ) -> int:
     """Raise ArgumentError for unusable arrays; return their common length."""
+    size = check_master(master)
+    check_array("exp_avg", exp_avg, np.float32, size, writeable=True)
+    check_array("exp_avg_sq", exp_avg_sq, np.float32, size, writeable=True)
+    check_grad(grad, size)
+    return size
+
+
+def check_master(master: Array | Split) -> int:
+    """Raise ArgumentError for unusable parameters; return their number."""
     size: int = getattr(master, "size", 0)
     if isinstance(master, Split):
         check_split(master, size)
     else:
         check_array("param", master, np.float32, size, writeable=True)
-    check_array("exp_avg", exp_avg, np.float32, size, writeable=True)
-    check_array("exp_avg_sq", exp_avg_sq, np.float32, size, writeable=True)
-    bf16 = getattr(grad, "dtype", None) == np.uint16
-    check_array("grad", grad, np.uint16 if bf16 else np.float32, size)
     return size
 
 
-def _part(array: Array | Split, part: slice) -> Array | Split:
+def check_grad(grad: Floats, size: int) -> None:
+    """Raise ArgumentError unless these are gradients of ``size`` elements."""
+    bf16 = getattr(grad, "dtype", None) == np.uint16
+    check_array("grad", grad, np.uint16 if bf16 else np.float32, size)
+
+
+def part_of(array: Array | Split, part: slice) -> Array | Split:
+    """Return a view of a part."""
     return array.part(part) if isinstance(array, Split) else array[part]
 
 
-def _check_segments(segments: Sequence[Segment], size: int) -> None:
+class Place(Protocol):
+    """Anything from `start` up to `stop`."""
+
+    @property
+    def start(self) -> int: ...  # noqa: D102
+
+    @property
+    def stop(self) -> int: ...  # noqa: D102
+
+
+def check_segments(segments: Iterable[Place], size: int) -> None:
+    """Raise ArgumentError for segments that overlap or run over."""
     end = 0
     for segment in sorted(segments, key=lambda s: (s.start, s.stop)):
         if not 0 <= segment.start <= segment.stop <= size:

@@ -30,13 +30,30 @@ from numba import types
 from numba.core import codegen
 from numba.extending import intrinsic, overload
 
-from megatrain_nb.codec.kernels import load, store
-from megatrain_nb.jit import kernel
+from megatrain_nb.codec.base import BLOCK
+from megatrain_nb.codec.kernels import INFINITY, load, store, window
+from megatrain_nb.codec.quantised.block_kernels import (
+    begin_params,
+    end_params,
+    magnitude,
+    make_scratch,
+)
+from megatrain_nb.codec.quantised.blocks import HALF
+from megatrain_nb.codec.quantised.kernels import (
+    begin_decode,
+    begin_encode,
+    decode,
+    encode,
+    end_encode,
+)
+from megatrain_nb.jit import inlined, kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatrain_nb.codec.kernels import Floats
+    from megatrain_nb.codec.kernels import U16, Floats
+    from megatrain_nb.codec.quantised.block_kernels import Counter, Scratch
+    from megatrain_nb.codec.quantised.blocks import Planes
     from megatrain_nb.codec.split import Split
     from megatrain_nb.optim.config import Scalars
 
@@ -79,7 +96,7 @@ def _llvm_fma(_typing: Any, a: Any, b: Any, c: Any) -> Any:
 @overload(fma, strict=False)
 def _compiled_fma(a: Any, b: Any, c: Any) -> Any:
     if (a, b, c) == (types.float32,) * 3:
-        return lambda a, b, c: _llvm_fma(a, b, c)  # type: ignore[call-arg]  # noqa: PLW0108
+        return lambda a, b, c: _llvm_fma(a, b, c)  # type: ignore[call-arg]
     return None
 
 
@@ -141,3 +158,119 @@ def adamw(
         v = fma(exp_avg_sq[i], scalars.beta2, scalars.one_minus_beta2 * g * g)
         store(master, i, _second_half(p, m, v, scalars))
         exp_avg[i], exp_avg_sq[i] = m, v
+
+
+@inlined
+def _moments(
+    p: np.float32, m: np.float32, v: np.float32, g: np.float32, x: Scalars
+) -> tuple[np.float32, np.float32]:
+    _, m, g = _first_half(p, m, g, x.lerp, x)
+    return m, fma(x.one_minus_beta2 * g, g, v * x.beta2)
+
+
+@inlined
+def _param(
+    p: np.float32, m: np.float32, v: np.float32, correction: np.float32, x: Scalars
+) -> np.float32:
+    denom = np.sqrt(v) * correction + x.eps
+    return np.float32(p * x.decay + x.minus_step_size * m / denom)
+
+
+@inlined
+def _update_block(
+    master: Any,
+    planes: Planes,
+    grad: Floats,
+    b: Any,
+    size: int,
+    s: Scratch,
+    x: Scalars,
+    counter: Counter,
+) -> None:
+    """Update one block. Roots and divisions are where the integers' work hides them."""
+    params = begin_params(master, s)
+    header = begin_decode(planes, b, s)
+    largest = np.uint32(0)
+    for i in range(HALF):
+        j = i + HALF
+        m_0, m_1, v_0, v_1 = decode(planes, b, s, header, i)
+        p_0 = p_1 = np.float32(0)
+        if x.coupled:  # else the parameter is not needed yet
+            p_0, p_1 = params[i], params[j]
+        m_0, v_0 = _moments(p_0, m_0, v_0, load(grad, i), x)
+        m_1, v_1 = _moments(p_1, m_1, v_1, load(grad, j), x)
+        s.m[i], s.m[j], s.v[i], s.v[j] = m_0, m_1, v_0, v_1
+        bits_0, bits_1 = magnitude(m_0), magnitude(m_1)
+        bits = bits_0 if bits_0 > bits_1 else bits_1
+        largest = bits if bits > largest else largest
+    for i in range(size, BLOCK):
+        s.m[i], s.v[i] = np.float32(0), np.float32(0)
+    state = begin_encode(planes, largest)
+    block, top = np.uint32(counter.block + np.uint32(b)), np.uint32(0)
+    correction = np.float32(np.float32(1) / x.bias_correction2_sqrt)
+    for i in range(HALF):
+        j = i + HALF
+        params[i] = _param(params[i], s.m[i], s.v[i], correction, x)
+        params[j] = _param(params[j], s.m[j], s.v[j], correction, x)
+        level = encode(planes, s, state, i, block, counter)
+        top = level if level > top else top
+    end_encode(planes, b, s, state, top)
+    end_params(master, s)
+
+
+@kernel
+def adamw_encoded(
+    master: Array | Split,
+    planes: Planes,
+    grad: Floats,
+    scalars: Scalars,
+    counter: Counter,
+) -> None:
+    """Decode the moments, update, encode them again, block by block.
+
+    The numbers of decoding, `adamw` and encoding, but for the last bit: the division
+    by the bias correction is a multiplication here, and there is no tail.
+
+    Parameters
+    ----------
+    master : float32, shape (N,), C-contiguous, or `Split` of N
+        Overwritten.
+    planes
+        The encoded moments; overwritten.
+    grad : float32 or uint16 (the bits of bf16), shape (N,), C-contiguous
+        Only read.
+    scalars
+        From ``AdamWConfig.scalars``.
+    counter
+        Of the first block.
+    """
+    s = make_scratch()
+    whole = grad.size // BLOCK
+    for block in range(whole):
+        first = block * BLOCK
+        part = window(grad, first, first + BLOCK)
+        here = window(master, first, first + BLOCK)
+        # Unsigned: a signed place could count from the end, and numba would ask.
+        _update_block(here, planes, part, np.uintp(block), BLOCK, s, scalars, counter)
+    start = whole * BLOCK
+    rest = grad.size - start
+    if rest:
+        param, part = s.param, s.grad
+        for i in range(BLOCK):
+            param[i], part[i] = np.float32(0), np.float32(0)
+        for i in range(rest):
+            param[i], part[i] = load(master, start + i), load(grad, start + i)
+        last = np.uintp(whole)
+        _update_block(param, planes, part, last, rest, s, scalars, counter)
+        for i in range(rest):
+            store(master, start + i, param[i])
+
+
+@kernel
+def all_finite(values: Array | U16) -> bool:
+    """Return whether no fp32 or bf16 number (uint16) is NaN or infinite."""
+    largest = np.uint32(0)
+    for i in range(values.size):
+        bits = magnitude(load(values, i))
+        largest = bits if bits > largest else largest
+    return bool(largest < INFINITY)

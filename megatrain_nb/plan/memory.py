@@ -32,8 +32,10 @@ class Residency:
         Bytes set aside for what the model itself allocates.
     keep_bytes
         Bytes that activations may take which are kept from forward to backward.
+    packing_bytes
+        Bytes through which packed tiles pass on their way to the disk and back.
     disk_bytes
-        Bytes that live on disk.
+        Bytes that live on disk: unpacked, since a tile that does not pack needs that much.
     """
 
     weights: frozenset[int] = field(default_factory=frozenset)
@@ -43,6 +45,7 @@ class Residency:
     working_bytes: int = 0
     activation_bytes: int = 0
     keep_bytes: int = 0
+    packing_bytes: int = 0
     disk_bytes: int = 0
 
 
@@ -85,6 +88,7 @@ def plan_residency(
     keep_bytes: int = 0,
     keep_share: float = 0.0,
     resident_bytes: int | None = None,
+    packing_bytes: int = 0,
     tile_numel: int = TILE_NUMEL,
 ) -> Residency:
     """Fill the RAM budget by value: bytes of traffic saved per byte kept.
@@ -104,6 +108,8 @@ def plan_residency(
         activations (they save computing) before packs get any (they save traffic).
     resident_bytes
         Keep at most this much in RAM, however large the budget is.
+    packing_bytes
+        What packing tiles takes of the budget: a fixed amount for each I/O thread.
     tile_numel
         Elements of one tile.
 
@@ -119,19 +125,19 @@ def plan_residency(
     known leaves nothing for an eviction policy to guess: a cyclic scan through LRU would keep nothing.
     """
     all_packs = frozenset(range(len(spec.packs)))
-    if resident_bytes is None and spec.state_bytes + activation_bytes <= limit_bytes:
+    fixed_bytes = activation_bytes + packing_bytes
+    if resident_bytes is None and spec.state_bytes + fixed_bytes <= limit_bytes:
         return Residency(
             weights=all_packs,
             grads=all_packs,
             states=all_packs,
             resident_bytes=spec.state_bytes,
             activation_bytes=activation_bytes,
-            keep_bytes=min(
-                keep_bytes, limit_bytes - spec.state_bytes - activation_bytes
-            ),
+            keep_bytes=min(keep_bytes, limit_bytes - spec.state_bytes - fixed_bytes),
+            packing_bytes=packing_bytes,
         )
     working = working_bytes(spec, tile_numel=tile_numel)
-    room = limit_bytes - activation_bytes
+    room = limit_bytes - fixed_bytes
     if room < working:
         minimum = (
             working if resident_bytes is not None else min(working, spec.state_bytes)
@@ -141,8 +147,9 @@ def plan_residency(
             f"max_ram_gb: {format_bytes(limit_bytes)} is too little for this model: streaming needs "
             f"{format_bytes(working)} (largest block: {largest.name}, "
             f"{format_bytes(spec.block_bytes(largest.index))}) and the activations "
-            f"{format_bytes(activation_bytes)}. Raise max_ram_gb to at least "
-            f"{format_bytes(1.005 * (minimum + activation_bytes))}, or shorten the sequence or the micro-batch"
+            f"{format_bytes(activation_bytes)}"
+            + (f", packing {format_bytes(packing_bytes)}" if packing_bytes else "")
+            + f". Raise max_ram_gb to at least {format_bytes(1.005 * (minimum + fixed_bytes))}, or shorten the sequence or the micro-batch"
         )
         raise BudgetError(msg)
     working = max(working, min(streaming_bytes(spec), room))
@@ -171,6 +178,7 @@ def plan_residency(
         working_bytes=working,
         activation_bytes=activation_bytes,
         keep_bytes=kept_bytes,
+        packing_bytes=packing_bytes,
         disk_bytes=spec.state_bytes - resident,
     )
 
@@ -193,5 +201,11 @@ def _largest(spec: ModelSpec, *, weights: int, grads: int = 0, states: int = 0) 
 
 def _tile_bytes(pack: PackSpec, tile_numel: int) -> int:
     """Return the bytes of everything of a pack's largest tile."""
-    whole = pack.weight_bytes + pack.grad_bytes + pack.states_bytes
-    return whole * min(tile_numel, pack.numel) // max(pack.numel, 1)
+    fixed = pack.weight_bytes + pack.grad_bytes + pack.states_bytes - pack.moments_bytes
+    if not pack.encoded:
+        fixed += pack.moments_bytes
+    share = fixed * min(tile_numel, pack.numel) // max(pack.numel, 1)
+    if not pack.encoded:
+        return share
+    spans = [pack.encoded_span(*tile) for tile in pack.tiles(tile_numel)]
+    return share + max(end - first for first, end in spans)

@@ -19,7 +19,7 @@ NUM_FIRST = 2
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes read from disk and written to it."""
+    """Bytes read from disk and written to it; where tiles are packed, the most that it can be."""
 
     read_bytes: int
     written_bytes: int

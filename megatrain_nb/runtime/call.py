@@ -26,7 +26,7 @@ from megatrain_nb.runtime.threadstate import Autocast, get_rng, set_rng
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from megatrain_nb.runtime.executor import Bound
+    from megatrain_nb.runtime.bound import Bound
     from megatrain_nb.runtime.fuse import FusedCall
     from megatrain_nb.runtime.layers import Block
 
@@ -123,7 +123,11 @@ class BlockCall:
             for tensor in fresh:
                 tensor.register_hook(refuse_gradient(self.block.name))
         self._check_versions("changes its inputs in place")
-        self._buffers = [(x, old) for x, old in buffers if not torch.equal(x, old)]
+        # Elsewhere than on a CPU a look would stop the training thread until the device is there: all are put back.
+        on_host = self._device.type == "cpu"
+        self._buffers = [
+            (x, old) for x, old in buffers if not (on_host and torch.equal(x, old))
+        ]
         self._result = pytree.tree_map_only(Tensor, lambda _: _HERE, result)
         for value in pytree.tree_leaves(self._result):
             self._check_output(value)

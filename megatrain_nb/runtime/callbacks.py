@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from megatrain_nb.plan.layout import Layout
     from megatrain_nb.plan.timeline import Span
 
 
@@ -27,11 +29,20 @@ class StepResult:
     seconds
         Wall seconds by cause: ``compute``, ``wait`` (for disk), ``update`` (optimizer), ``other``;
         their sum is the step's wall time.
+        On a device with memory of its own ``compute`` is what waiting and update do not hide of its computing.
     read_bytes, written_bytes
         Bytes moved between RAM and disk in this step.
+    onloaded_bytes, offloaded_bytes
+        Bytes copied from RAM to a device with memory of its own, and back.
+    link_seconds
+        Time that these copies took, both directions together; they run beside each other and beside computing.
     least_seconds
         By resource, the least time that what the step did takes there: ``compute`` is the time that blocks
-        and update kernels took, ``disk`` the bytes moved over the fastest rate that this disk has shown.
+        and update kernels took, ``disk`` the bytes moved over the fastest rate that this disk has shown. On a
+        device with memory of its own the kernels are ``update``, on the host, and ``link`` is the time of the
+        copies in the busier direction, at the fastest rate that it has shown.
+    lr
+        Learning rate of the first parameter group in this step, with the factor of `Controls`; NaN if unknown.
     """
 
     step: int
@@ -41,7 +52,11 @@ class StepResult:
     seconds: dict[str, float] = field(default_factory=dict)
     read_bytes: int = 0
     written_bytes: int = 0
+    onloaded_bytes: int = 0
+    offloaded_bytes: int = 0
+    link_seconds: float = 0.0
     least_seconds: dict[str, float] = field(default_factory=dict)
+    lr: float = math.nan
 
     @property
     def bound(self) -> str:
@@ -73,6 +88,9 @@ class Callback:
 
     def on_train_begin(self, total_steps: int | None) -> None:
         """Hear that training starts; ``total_steps`` is None where it is not known (a plain loop)."""
+
+    def on_layout(self, layout: Layout) -> None:
+        """Hear which blocks a model has and what of it stays in RAM, whenever that is planned anew."""
 
     def on_span(self, span: Span) -> None:
         """Hear that the runtime finished one action."""

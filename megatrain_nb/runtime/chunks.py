@@ -35,7 +35,7 @@ from megatrain_nb.runtime.call import BlockCall
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatrain_nb.runtime.executor import Bound
+    from megatrain_nb.runtime.bound import Bound
 
 # The same scale from two divisions may differ in its last bits.
 _SAME_SCALE = 2.0**-22

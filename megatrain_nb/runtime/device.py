@@ -2,44 +2,96 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatrain_nb.errors import ArgumentError, BudgetError
+from megatrain_nb.errors import ArgumentError
+from megatrain_nb.runtime.cuda import CudaLanes, PinnedPages, Vram
+from megatrain_nb.runtime.lanes import BlockingLanes, tensor_over
+from megatrain_nb.runtime.slots import Link, Slot, SlotDevice
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from megatrain_nb.plan.timeline import Span
+    from megatrain_nb.runtime.lanes import Work
     from megatrain_nb.runtime.pager import Values
 
 
-def tensor_over(host: Values) -> Tensor:
-    """Return a tensor over a piece's memory: float32, or bfloat16 over the halves of a split pack."""
-    tensor = torch.from_numpy(host)
-    return tensor if tensor.dtype == torch.float32 else tensor.view(torch.bfloat16)
-
-
 class Device(Protocol):
-    """The whole difference between a CPU and an accelerator, for the runtime."""
+    """The whole difference between a CPU and an accelerator, for the runtime.
+
+    Attributes
+    ----------
+    in_place
+        Blocks compute on the host's memory.
+    compute_seconds
+        Time that the device has computed so far; 0.0 where the host knows it, being the one that computes.
+    onloaded, offloaded
+        What was copied to the device and from it so far.
+    exhausted
+        The device ran out of memory once.
+    """
 
     torch_device: torch.device
     in_place: bool
-    peak_bytes: int
+    compute_seconds: float
+    onloaded: Link
+    offloaded: Link
+    exhausted: bool
 
-    def onload(self, host: Values) -> Tensor:
-        """Return a pack's flat weights, float32 or bfloat16 (numel,), where the block computes."""
+    @property
+    def limit_bytes(self) -> int | None:
+        """What the device has for everything, in bytes; None for no limit, or where its memory is the host's."""
 
-    def release(self, flat: Tensor) -> None:
+    def onload(self, host: Values, *, name: str = "") -> Slot:
+        """Begin to bring a pack's weights to where its block computes, float32 or bfloat16."""
+
+    def ready(self, slot: Slot) -> Tensor:
+        """Return the weights, flat (numel,); what computes from now on finds them there."""
+
+    def release(self, slot: Slot) -> None:
         """End the use of what ``onload`` returned; the memory may be reused."""
 
-    def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:
-        """Return where gradients may accumulate in place, or None if they must be offloaded."""
+    def open_gradient(self, host: Values, *, pending: bool, name: str = "") -> Slot:
+        """Return where a pack's gradients add up, float32 (numel,); with ``pending``, to what is in ``host``."""
+
+    def save_gradient(self, slot: Slot, host: Values, *, name: str = "") -> Work | None:
+        """Begin to bring gradients to ``host``; None where they are there."""
+
+    def close_gradient(self, slot: Slot) -> None:
+        """End the use of what ``open_gradient`` returned."""
+
+    def begin(self) -> Any:
+        """Return the moment at which the device gets here."""
+
+    def since(self, begin: Any, kind: str = "", name: str = "") -> None:
+        """Note what the device did since a moment: as computing, or as a span of some kind."""
+
+    def collect(self) -> list[Span]:
+        """Return what has ended on the device since the last call; never waits."""
+
+    def end_step(self) -> None:
+        """Note that all computing of a step is over."""
 
     def used_bytes(self) -> int:
-        """Device memory held for slots, in bytes; 0 where it is the host's."""
+        """Device memory in use, in bytes; 0 where it is the host's."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was in use, in bytes."""
+
+    def other_peak_bytes(self) -> int:
+        """Return the most that other tensors took on the device since the last call, in bytes."""
+
+    def left_bytes(self) -> int:
+        """Return the device memory that is not in use, in bytes."""
+
+    def has_room(self, numel: int, dtype: torch.dtype) -> bool:
+        """Whether there is memory for one more pack."""
+
+    def trim(self) -> None:
+        """Give memory back that nobody uses."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -50,100 +102,69 @@ class HostDevice:
 
     in_place = True
     peak_bytes = 0
+    compute_seconds = 0.0
+    limit_bytes: int | None = None
+    exhausted = False
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cpu")
+        self.onloaded, self.offloaded = Link(), Link()
 
-    def onload(self, host: Values) -> Tensor:
+    def onload(self, host: Values, *, name: str = "") -> Slot:
         """Return a view of the host memory."""
-        return tensor_over(host)
+        return Slot(tensor_over(host))
 
-    def release(self, flat: Tensor) -> None:
+    def ready(self, slot: Slot) -> Tensor:
+        """Return the view: it was never elsewhere."""
+        return slot.flat
+
+    def release(self, slot: Slot) -> None:
         """Nothing to give back: the slab belongs to the pager."""
 
-    def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:
+    def open_gradient(self, host: Values, *, pending: bool, name: str = "") -> Slot:
         """Gradients accumulate where they will be read."""
-        return torch.from_numpy(host)
+        return Slot(torch.from_numpy(host))
+
+    def save_gradient(self, slot: Slot, host: Values, *, name: str = "") -> None:
+        """Nothing to copy."""
+
+    def close_gradient(self, slot: Slot) -> None:
+        """Nothing to give back."""
+
+    def begin(self) -> None:
+        """Nothing to note: the host knows when it computes."""
+
+    def since(self, begin: None, kind: str = "", name: str = "") -> None:
+        """Nothing to note: the host knows when it computes."""
+
+    def collect(self) -> list[Span]:
+        """Nothing happens elsewhere."""
+        return []
+
+    def end_step(self) -> None:
+        """Nothing to note."""
 
     def used_bytes(self) -> int:
         """No memory beside the host's."""
         return 0
 
-    def close(self) -> None:
+    def other_peak_bytes(self) -> int:
+        """No memory beside the host's."""
+        return 0
+
+    def left_bytes(self) -> int:
+        """No memory beside the host's."""
+        return 0
+
+    def has_room(self, numel: int, dtype: torch.dtype) -> bool:
+        """Say yes: views take no memory."""
+        return True
+
+    def trim(self) -> None:
         """Nothing to give back."""
 
-
-_Format = tuple[int, torch.dtype]  # elements, and what they are
-
-
-class SlotDevice:
-    """A device with its own memory: packs are copied into slots, gradients copied out.
-
-    Slots are kept and reused by size and dtype. ``SlotDevice(torch.device("cpu"))`` is the twin that runs the
-    same code, separate copies included, where there is no accelerator.
-    """
-
-    in_place = False
-
-    def __init__(
-        self, torch_device: torch.device, *, max_bytes: int | None = None
-    ) -> None:
-        self.torch_device = torch_device
-        self._max_bytes = max_bytes
-        self._free: dict[_Format, list[Tensor]] = {}
-        self._used_bytes = 0
-        self.peak_bytes = 0
-
-    def onload(self, host: Values) -> Tensor:
-        """Copy a pack into a slot.
-
-        Raises
-        ------
-        BudgetError
-            The slots would exceed ``max_vram_gb``.
-        """
-        values = tensor_over(host)
-        wanted = (values.numel(), values.dtype)
-        free = self._free.get(wanted)
-        slot = free.pop() if free else self._new_slot(*wanted)
-        # A blocking copy: the host memory may be reused as soon as this returns.
-        slot.copy_(values)
-        return slot
-
-    def _new_slot(self, numel: int, dtype: torch.dtype) -> Tensor:
-        nbytes = numel * dtype.itemsize
-        while (
-            self._max_bytes is not None and self._used_bytes + nbytes > self._max_bytes
-        ):
-            unused = next((slots for slots in self._free.values() if slots), None)
-            if unused is None:
-                msg = (
-                    f"max_vram_gb={self._max_bytes / 1e9:.3g}: {self._used_bytes / 1e9:.3g} GB of slots are in "
-                    f"use and a block of {nbytes / 1e9:.3g} GB is next; raise max_vram_gb"
-                )
-                raise BudgetError(msg)
-            self._used_bytes -= unused.pop().nbytes
-        slot = torch.empty(numel, dtype=dtype, device=self.torch_device)
-        self._used_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self._used_bytes)
-        return slot
-
-    def release(self, flat: Tensor) -> None:
-        """Put the slot back for the next pack of its size."""
-        self._free.setdefault((flat.numel(), flat.dtype), []).append(flat)
-
-    def gradient_home(self, host: NDArray[np.float32]) -> Tensor | None:
-        """Gradients accumulate on the device and leave once per window."""
-        return None
-
-    def used_bytes(self) -> int:
-        """Bytes of all slots, in use or free."""
-        return self._used_bytes
-
     def close(self) -> None:
-        """Drop the slots."""
-        self._free.clear()
-        self._used_bytes = 0
+        """Nothing to give back."""
 
 
 def open_device(
@@ -155,6 +176,8 @@ def open_device(
     ------
     ArgumentError
         The device is not there, or is of a kind that is not supported.
+    BudgetError
+        More than ``max_vram_gb`` is in use there already.
     """
     try:
         chosen = (
@@ -167,10 +190,41 @@ def open_device(
         raise ArgumentError(msg) from None
     if chosen.type == "cpu":
         return HostDevice()
+    if chosen.type == "mps" and torch.backends.mps.is_available():
+        return SlotDevice(
+            torch.device("mps", 0), max_bytes=max_vram_bytes, lanes=BlockingLanes()
+        )
     if chosen.type != "cuda":
-        msg = f"device={str(chosen)!r} is not supported; give 'cpu' or 'cuda', or leave it out"
+        msg = f"device={str(chosen)!r} is not supported here; give 'cpu' or 'cuda', or leave it out"
         raise ArgumentError(msg)
     if not torch.cuda.is_available():
         msg = f"device={str(chosen)!r}, but torch sees no CUDA device here; give 'cpu' or leave it out"
         raise ArgumentError(msg)
-    return SlotDevice(chosen, max_bytes=max_vram_bytes)
+    return _open_cuda(chosen, max_vram_bytes)
+
+
+def _open_cuda(chosen: torch.device, max_vram_bytes: int | None) -> SlotDevice:
+    index: int | None = chosen.index
+    if index is None:  # tensors name theirs, and are compared with this one
+        index = torch.cuda.current_device()
+        chosen = torch.device("cuda", index)
+    if index >= torch.cuda.device_count():
+        msg = f"device={str(chosen)!r}: torch sees {torch.cuda.device_count()} CUDA devices, counted from 0"
+        raise ArgumentError(msg)
+    # What the libraries take, on both sides, is not the model's.
+    square = torch.ones((16, 16), device=chosen)
+    (square @ square).sum().item()
+    vram = Vram(chosen, max_vram_bytes)
+    return SlotDevice(
+        chosen,
+        max_bytes=max_vram_bytes,
+        lanes=CudaLanes(chosen),
+        vram=vram,
+    )
+
+
+def pinned_pages(device: Device) -> PinnedPages | None:
+    """Return what page-locks host memory for a device; None where nothing is gained."""
+    if device.torch_device.type != "cuda":
+        return None
+    return PinnedPages(device.torch_device)

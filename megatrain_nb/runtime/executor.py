@@ -10,26 +10,30 @@ operations, `running` and `BlockCall.backward`.
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megatrain_nb.errors import ModelError, SessionError, StoreError
+from megatrain_nb.errors import BudgetError, ModelError, SessionError, StoreError
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule, successors
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
+from megatrain_nb.runtime.bound import Bound
 from megatrain_nb.runtime.call import BlockCall, keep_weights
-from megatrain_nb.runtime.chunks import HOME
-from megatrain_nb.runtime.device import tensor_over
+from megatrain_nb.runtime.gradients import Gradients
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.kept import Keeping, Later, loosen
+from megatrain_nb.runtime.kept import Keeping, loosen
+from megatrain_nb.runtime.lanes import tensor_over
+from megatrain_nb.runtime.layers import part_of
 from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
 from megatrain_nb.runtime.pager import What
+from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     import threading
@@ -37,79 +41,12 @@ if TYPE_CHECKING:
 
     from megatrain_nb.optim.adamw import Segment
     from megatrain_nb.runtime.device import Device
-    from megatrain_nb.runtime.layers import Block, Home, Layers
+    from megatrain_nb.runtime.gradients import Slots
+    from megatrain_nb.runtime.layers import Block, Layers
     from megatrain_nb.runtime.pager import Pager
+    from megatrain_nb.runtime.slots import Slot
     from megatrain_nb.runtime.update import Updates
     from megatrain_nb.runtime.window import Window
-
-
-class Bound:
-    """A loaded block: inside ``with``, its modules hold ordinary parameters over the loaded weights.
-
-    Attributes
-    ----------
-    plain
-        The ordinary parameter for each streamed one.
-    flats
-        The loaded weights of each of its packs, flat.
-    later
-        Where the graphs of kept calls find their weights when backward comes.
-    landed
-        For a parameter whose gradient has a home: brings it there.
-    sums
-        Where the bf16 gradients of a split parameter add up in fp32.
-    """
-
-    def __init__(
-        self, executor: Executor, block: Block, flats: dict[int, Tensor]
-    ) -> None:
-        self.plain: dict[nn.Parameter, nn.Parameter] = {}
-        self.flats = flats
-        self.later = Later(block.name, executor.version)
-        self.landed: dict[nn.Parameter, Callable[[Tensor], None]] = {}
-        self.sums: dict[nn.Parameter, Tensor] = {}
-        self._executor = executor
-        self._block = block
-
-    @property
-    def version(self) -> int:
-        """The count of weight changes now."""
-        return self._executor.version
-
-    @property
-    def keeping(self) -> Keeping:
-        """The budget of kept activations."""
-        return self._executor.keeping
-
-    def add_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Do what autograd does for a parameter, for a graph that was made with another one's weights."""
-        plain = self.plain[param]
-        if plain.grad is not None:
-            plain.grad.add_(grad)
-            return
-        plain.grad = grad
-        if param in self.landed:
-            self.landed[param](plain)
-
-    def __enter__(self) -> Self:
-        for site in self._block.sites:
-            if site.module._parameters.get(site.name) is not site.param:
-                msg = (
-                    f"{self._block.name}: its parameter {site.name!r} was replaced after the model moved into the "
-                    "session; change values in place (under torch.no_grad()), or mt.unwrap(model) first"
-                )
-                raise ModelError(msg)
-        for site in self._block.sites:
-            site.module._parameters[site.name] = self.plain[site.param]
-        self._executor.inside = self._block
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._executor.inside = None
-        for site in self._block.sites:
-            site.module._parameters[site.name] = site.param
-        if kind is None:
-            self._executor.between_calls()
 
 
 class Executor:
@@ -124,13 +61,15 @@ class Executor:
     keeping
         Which calls keep their activations for backward.
     compute_seconds
-        Time inside blocks' forward and backward so far.
+        Time inside blocks' forward and backward so far, where the host computes.
     inside
         The block whose modules hold ordinary parameters at this moment, or None.
     unusable
         Why the model must not be used any more; empty while it may.
     logits
         Which calls of the head wait; None for none.
+    stay
+        The packs whose weights stay on a device with memory of its own until they change.
     """
 
     def __init__(
@@ -160,7 +99,10 @@ class Executor:
         self._relieve = relieve
         self._on_span = on_span
         self._actions: deque[Action] = deque()
-        self._loaded: dict[int, Tensor] = {}
+        self.stay: frozenset[int] = frozenset()
+        self.gradients = Gradients(self, on_span)
+        self._loaded: dict[int, Slot] = {}
+        self._hosted: set[int] = set()
         self._ahead: list[int] = []
         self._learned = [block.spec.index for block in layers.blocks]
         self._order: list[int] = []
@@ -262,14 +204,20 @@ class Executor:
         if early and kind is Kind.BACKWARD and self.window is not None:
             for pack in self._first_packs():  # a step follows, and the next forward
                 self.updates.read_ahead(pack)
-        grads = self._need_gradients(block) if with_grads else {}
+        grads = self.gradients.open(block) if with_grads else {}
+        moment = self.device.begin()
         start, before = time.perf_counter(), self.not_computing()
-        bound = Bound(
-            self, block, {pack: self._loaded[pack] for pack in block.spec.packs}
-        )
-        self._make_parameters(bound, block, grads)
-        versions = [plain._version for plain in bound.plain.values()]
+        problem = None
+        self._tell("BEGIN", block.name, start, outcome=str(kind))
         try:
+            packs = block.spec.packs
+            bound = Bound(
+                self, block, {p: self.device.ready(self._loaded[p]) for p in packs}
+            )
+            moment = self.device.begin()
+            self._make_parameters(bound, block, grads)
+            self._onload_early()
+            versions = [plain._version for plain in bound.plain.values()]
             yield bound
             if versions != [plain._version for plain in bound.plain.values()]:
                 msg = (
@@ -278,19 +226,60 @@ class Executor:
                 )
                 raise ModelError(msg)
             if with_grads:
-                self._take_gradients(block, bound)
+                self.gradients.take(block, bound, grads)
             elif bound.later.used:
                 for plain in bound.plain.values():
                     loosen(plain)
+        except torch.OutOfMemoryError as error:
+            problem = out_of_memory(error, block.name, self.device)
         finally:
-            for pack in grads:
-                self.pager.drop(pack, What.GRADS, dirty=True, keep=early)
-            end = time.perf_counter()
-            self.compute_seconds += end - start - (self.not_computing() - before)
-            self._on_span(
-                Span(kind=str(kind), name=block.name, start_s=start, end_s=end)
-            )
+            self.gradients.close(grads, keep=early)
+            if self.device.in_place:
+                self._count(block, kind, start, self.not_computing() - before)
+            else:
+                self.device.since(moment, str(kind), block.name)
+        if problem is not None:
+            self._clear_device()
+            raise problem
+        self._report()
         self._relieve()
+
+    def _count(
+        self, block: Block, kind: Kind, start: float, not_computing: float
+    ) -> None:
+        """Count the time since ``start`` as computing, but for some."""
+        end = time.perf_counter()
+        self.compute_seconds += end - start - not_computing
+        self._on_span(Span(kind=str(kind), name=block.name, start_s=start, end_s=end))
+
+    def end_step(self) -> None:
+        """All computing of a step is over: tell what is known of it now."""
+        self._report()
+        self.device.end_step()
+
+    @property
+    def order(self) -> list[int]:
+        """The blocks of the next forward, as far as that is known."""
+        return self._expected()
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of the slots that hold weights at this moment."""
+        return sum(slot.flat.nbytes for slot in self._loaded.values())
+
+    def _report(self) -> None:
+        """At a border: tell what the device has done meanwhile, and let go of what it no longer copies."""
+        if self.device.in_place:
+            return
+        self.pager.end_leases()
+        for span in self.device.collect():
+            self._on_span(span)
+
+    def _tell(self, kind: str, name: str, now: float, *, outcome: str = "") -> None:
+        """Tell of a moment."""
+        self._on_span(
+            Span(kind=kind, name=name, start_s=now, end_s=now, outcome=outcome)
+        )
 
     def not_computing(self) -> float:
         """Return the seconds that the kernels of the update and waiting for the disk have taken so far."""
@@ -324,29 +313,43 @@ class Executor:
         self._note(wanted)
         for pack in block.spec.packs:
             if pack not in self._loaded:
-                self._onload(pack)
+                self._onload(pack, block)
 
-    def _onload(self, pack: int) -> None:
+    def _onload(self, pack: int, block: Block) -> None:
         host = self.pager.need(pack, What.WEIGHTS)
         try:
             self.updates.finish(pack)
+            values = tensor_over(host)
+            self.make_device_room(values.numel(), values.dtype, block)
+            slot = self.device.onload(host, name=self.layers.spec.packs[pack].name)
         except BaseException:
             self.pager.drop(pack, What.WEIGHTS)
             raise
-        start = time.perf_counter()
-        self._loaded[pack] = self.device.onload(host)
-        if not self.device.in_place:
-            name = self.layers.spec.packs[pack].name
-            end = time.perf_counter()
-            self._on_span(
-                Span(
-                    kind="ONLOAD",
-                    name=name,
-                    start_s=start,
-                    end_s=end,
-                    num_bytes=host.nbytes,
-                )
-            )
+        self._loaded[pack] = slot
+        self._hosted.add(pack)
+        if slot.busy is not None:
+            self.pager.lend(pack, What.WEIGHTS, slot.busy)
+
+    def _onload_early(self) -> None:
+        """Let the next block's weights come while this one computes, where they have landed and are up to date."""
+        if self.device.in_place or not self._ahead:
+            return
+        block = self.layers.blocks[self._ahead[0]]
+        for pack in block.spec.packs:
+            if pack in self._loaded or pack in self.updates:
+                continue
+            piece = self.pager.piece(pack, What.WEIGHTS)
+            dtype = torch.bfloat16 if piece.pack.split else torch.float32
+            if piece.landed and self.device.has_room(piece.pack.numel, dtype):
+                self._onload(pack, block)
+
+    def make_device_room(self, numel: int, dtype: torch.dtype, block: Block) -> None:
+        """Take slots from blocks that need not be on the device now, if one of that kind cannot be had otherwise."""
+        for pack in list(self._loaded):
+            if self.device.has_room(numel, dtype):
+                return
+            if pack not in block.spec.packs:
+                self._unload(pack, keep=True)
 
     def _plan(self, wanted: Action) -> list[Action]:
         spec = self.layers.spec
@@ -360,7 +363,7 @@ class Executor:
                 if wanted.block in seen
                 else [wanted.block]
             )
-        self._settle_unneeded(self._packs_of(order[:NUM_FIRST]))
+        self._settle_unneeded(self._packs_of(order[:NUM_FIRST]), stale=False)
         return make_schedule(spec, order, wanted.kind)
 
     def _note(self, action: Action) -> None:
@@ -382,6 +385,8 @@ class Executor:
 
     def _read_packs(self, block: int) -> None:
         for pack in self.layers.spec.blocks[block].packs:
+            if pack in self._loaded and not self.device.in_place:
+                continue  # the device has them, up to date
             if self.pager.fetch(pack, What.WEIGHTS) and pack in self.updates:
                 self.updates.read_ahead(pack)
 
@@ -390,6 +395,7 @@ class Executor:
         for block in self._ahead:
             self._read_packs(block)
         self.updates.advance()
+        self._onload_early()
 
     def _free(self, block: int, wanted: Action) -> None:
         """Unload a block, but for the packs that the next ones use as well."""
@@ -400,20 +406,28 @@ class Executor:
         soon = self._soon(wanted.kind)
         for pack in blocks[block].packs:
             if pack in self._loaded and pack not in keep:
-                self._unload(pack, keep=pack in soon)
+                self._unload(pack, keep=pack in soon, stay=pack in self.stay)
 
-    def _unload(self, pack: int, *, keep: bool = False) -> None:
-        self.device.release(self._loaded.pop(pack))
-        self.pager.drop(pack, What.WEIGHTS, keep=keep)
+    def _unload(self, pack: int, *, keep: bool = False, stay: bool = False) -> None:
+        """End the use of a pack's weights; with ``stay`` its slot goes on holding them."""
+        if not stay:
+            self.device.release(self._loaded.pop(pack))
+            if not self.device.in_place:
+                name = self.layers.spec.packs[pack].name
+                self._tell("UNLOAD", name, time.perf_counter())
+        if pack in self._hosted:
+            self._hosted.remove(pack)
+            self.pager.drop(pack, What.WEIGHTS, keep=keep)
 
-    def _settle_unneeded(self, keep: tuple[int, ...]) -> None:
+    def _settle_unneeded(self, keep: tuple[int, ...], *, stale: bool = True) -> None:
+        """Unload what is not needed; with ``stale`` what stays on the device as well, since it is old."""
         for pack in self.layers.spec.packs:
             if pack.index in keep:
                 continue
             if pack.index in self._loaded:
-                self._unload(pack.index)
-            else:
-                self.pager.settle(self.pager.piece(pack.index, What.WEIGHTS))
+                stay = not stale and pack.index in self.stay
+                self._unload(pack.index, stay=stay)
+            self.pager.settle(self.pager.piece(pack.index, What.WEIGHTS))
 
     def rest(self) -> None:
         """Let every block's weights go where the plan wants them; the schedule starts anew."""
@@ -442,6 +456,10 @@ class Executor:
         order = self._packs_of(self._expected())
         self.updates.begin(segments, grad_scale=grad_scale, order=order)
         self.version += 1
+
+    def expected_order(self) -> tuple[int, ...]:
+        """Return the block indices of the next forward, as far as is known."""
+        return tuple(self._expected())
 
     def _expected(self) -> list[int]:
         """Return the blocks of the next forward, in order."""
@@ -476,9 +494,7 @@ class Executor:
 
     # -- parameters in modules --------------------------------------------------------------------------
 
-    def _make_parameters(
-        self, bound: Bound, block: Block, grads: dict[int, Any]
-    ) -> None:
+    def _make_parameters(self, bound: Bound, block: Block, grads: Slots) -> None:
         """Make ordinary parameters over the loaded weights."""
         recorded = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.no_grad():
@@ -490,100 +506,12 @@ class Executor:
                 if not param.requires_grad:
                     continue
                 if grads:
-                    self._home_gradient(param, bound, grads[home.pack.index])
+                    self.gradients.home(param, bound, grads)
                 elif recorded:
                     plain.register_hook(bound.later.check)
                     plain.register_post_accumulate_grad_hook(
                         bound.later.hand_over(param)
                     )
-
-    def _home_gradient(self, param: nn.Parameter, bound: Bound, host: Any) -> None:
-        """Let gradients accumulate in the very bytes that the optimizer will read, where that is possible."""
-        home, plain = self.layers.homes[param], bound.plain[param]
-        gradient = self.device.gradient_home(host)
-        if home.pack.split:
-            pending = part_of(tensor_over(host), home)
-            self._sum_gradient(param, bound, pending, in_place=gradient is not None)
-            return
-        setattr(plain, HOME, None if gradient is None else part_of(gradient, home))
-        if gradient is None:
-            if param in self.norms:  # added to in the same order as on the host
-                pending = part_of(torch.from_numpy(host), home)
-                plain.grad = pending.to(self.device.torch_device, copy=True)
-            return
-        gradient = part_of(gradient, home)
-        if param in self.norms:
-            plain.grad = gradient
-
-        def landed(tensor: Tensor) -> None:
-            # The first gradient comes as a tensor of its own; from then on autograd adds in place.
-            if (
-                tensor.grad is not None
-                and tensor.grad.data_ptr() != gradient.data_ptr()
-            ):
-                gradient.copy_(tensor.grad)
-                tensor.grad = gradient
-
-        bound.landed[param] = landed
-        plain.register_post_accumulate_grad_hook(landed)
-
-    def _sum_gradient(
-        self, param: nn.Parameter, bound: Bound, pending: Tensor, *, in_place: bool
-    ) -> None:
-        """Let a split parameter's bf16 gradients add up in fp32, one micro-batch after the other."""
-        total, device = pending, self.device.torch_device
-        if not in_place:
-            total = torch.empty_like(pending, device=device)
-        if param in self.norms:
-            bound.sums[param] = total if in_place else total.copy_(pending)
-
-        def landed(tensor: Tensor) -> None:
-            grad, tensor.grad = tensor.grad, None
-            if grad is None:
-                return
-            if param in bound.sums:
-                total.add_(grad)
-            else:
-                bound.sums[param] = total.copy_(grad)
-
-        bound.landed[param] = landed
-        bound.plain[param].register_post_accumulate_grad_hook(landed)
-
-    def _need_gradients(self, block: Block) -> dict[int, Any]:
-        """Bring the gradients of the packs to RAM in which a parameter wants one; by pack."""
-        homes = self.layers.homes
-        params = (site.param for site in block.sites if site.param.requires_grad)
-        packs = dict.fromkeys(homes[param].pack.index for param in params)
-        # A parameter without a norm has no gradient: nobody looks at the bytes there.
-        blank = packs.keys() - {homes[param].pack.index for param in self.norms}
-        found = self.pager.need_all(((pack, What.GRADS) for pack in packs), blank=blank)
-        return {pack: values for (pack, _), values in found.items()}
-
-    def _take_gradients(self, block: Block, bound: Bound) -> None:
-        """Bring gradients to RAM, and note their norms while they are at hand."""
-        start = time.perf_counter()
-        num_bytes = 0
-        for param, plain in bound.plain.items():
-            gradient = bound.sums.get(param, plain.grad)
-            if gradient is None:
-                continue
-            home = self.layers.homes[param]
-            host = self.pager.piece(home.pack.index, What.GRADS).values()
-            pending = part_of(tensor_over(host), home)
-            if gradient.data_ptr() != pending.data_ptr():
-                pending.copy_(gradient)
-            num_bytes += pending.nbytes
-            self.norms[param] = torch.linalg.vector_norm(pending)
-        end = time.perf_counter()
-        self._on_span(
-            Span(
-                kind="OFFLOAD",
-                name=block.name,
-                start_s=start,
-                end_s=end,
-                num_bytes=num_bytes,
-            )
-        )
 
     # -- gradients -----------------------------------------------------------------------------------------
 
@@ -600,9 +528,22 @@ class Executor:
         self.window = self.inside = None
         self._order.clear()
         self._trace.clear()
-        self._loaded.clear()
+        self.let_go()
         self.pager.reset()
         self.rest()
+
+    def _clear_device(self) -> None:
+        """Let everything leave the device that need not be there."""
+        self.stay = frozenset()
+        self.rest()
+        self.device.trim()
+
+    def let_go(self) -> None:
+        """Give all slots back, whatever is in them."""
+        for slot in self._loaded.values():
+            self.device.release(slot)
+        self._loaded.clear()
+        self._hosted.clear()
 
     def check_usable(self) -> None:
         """Raise if the model must not be used any more.
@@ -620,7 +561,16 @@ class Executor:
             raise StoreError(self.pager.broken)
 
 
-def part_of(flat: Tensor, home: Home) -> Tensor:
-    """Return a parameter's values as a view of its pack's flat vector."""
-    spec = home.spec
-    return flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
+def out_of_memory(
+    error: torch.OutOfMemoryError, block: str, device: Device
+) -> BudgetError:
+    """Say what a device's memory was too little for, and let go of what the error holds."""
+    device.exhausted = True
+    wanted = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+    need = f" needs {wanted[1]} more and" if wanted else ""
+    error.__traceback__ = None  # its frames hold the tensors of the call
+    return BudgetError(
+        f"{block}{need} does not fit on {device.torch_device} any more: {format_bytes(device.left_bytes())} of "
+        "max_vram_gb (or of the device) are left. Give smaller micro-batches or shorter sequences, or raise "
+        "max_vram_gb; the model is as before this step"
+    )

@@ -27,7 +27,7 @@ from megatrain_nb.runtime.threadstate import get_rng, set_rng
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megatrain_nb.runtime.executor import Bound
+    from megatrain_nb.runtime.bound import Bound
     from megatrain_nb.runtime.layers import Block
 
 # Beyond this many tokens a product gains nothing from more rows, but activations take more memory.

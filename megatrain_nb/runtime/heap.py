@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from functools import cache
 
-_M_MMAP_THRESHOLD = -3
-_THRESHOLD_BYTES = 16 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LEAST_BYTES, _MOST_BYTES = 16 << 20, 32 << 20  # glibc takes no more
+_SHARE = 0.01
 
 
-@cache
-def return_freed_memory() -> bool:
-    """Have glibc map every allocation of 16 MiB or more by itself; whether that was possible.
+def return_freed_memory(max_ram_bytes: int) -> bool:
+    """Have glibc map every large allocation by itself, and give the end of its heap back; whether it can.
+
+    Parameters
+    ----------
+    max_ram_bytes
+        The budget: what is large is a hundredth of it, 16 to 32 MiB; as much may be free at the heap's end.
 
     Notes
     -----
@@ -23,10 +27,12 @@ def return_freed_memory() -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
+    large = min(max(round(_SHARE * max_ram_bytes), _LEAST_BYTES), _MOST_BYTES)
     try:
-        return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES))
+        mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library
         return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, large) and mallopt(_M_TRIM_THRESHOLD, large))
 
 
 def trim() -> None:

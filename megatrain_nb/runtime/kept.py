@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from megatrain_nb.runtime.executor import Bound
+    from megatrain_nb.runtime.bound import Bound
     from megatrain_nb.runtime.layers import Block
 
 logger = logging.getLogger("megatrain_nb")

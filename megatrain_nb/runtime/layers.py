@@ -8,12 +8,13 @@ on one device to be called); without that, the children of a list or a sequence 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megatrain_nb.codec.choice import Compression
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.plan.model import (
     BlockSpec,
@@ -24,7 +25,7 @@ from megatrain_nb.plan.model import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,12 @@ class Home:
         return torch.bfloat16 if self.pack.split else torch.float32
 
 
+def part_of(flat: Tensor, home: Home) -> Tensor:
+    """Return a parameter's values as a view of its pack's flat vector."""
+    spec = home.spec
+    return flat[spec.offset : spec.offset + spec.numel].view(spec.shape)
+
+
 @dataclass(frozen=True)
 class Layers:
     """A model, cut.
@@ -95,6 +102,8 @@ class Layers:
         Parameters that modules around the blocks own directly; they stay ordinary ones.
     given
         For each streamed parameter, what it was when the model was cut.
+    tables
+        Names of the embeddings' and the head's parameters.
     """
 
     spec: ModelSpec
@@ -102,6 +111,20 @@ class Layers:
     homes: dict[nn.Parameter, Home]
     resident: dict[str, nn.Parameter]
     given: dict[nn.Parameter, torch.dtype]
+    tables: frozenset[str]
+
+    def with_codecs(self, codecs: Mapping[str, str]) -> Layers:
+        """Return the same cut with these codecs of moments, by parameter name; others stay."""
+        packs = tuple(pack.with_codecs(codecs) for pack in self.spec.packs)
+        specs = {param.name: param for pack in packs for param in pack.params}
+        return replace(
+            self,
+            spec=replace(self.spec, packs=packs),
+            homes={
+                param: Home(packs[home.pack.index], specs[home.spec.name])
+                for param, home in self.homes.items()
+            },
+        )
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -123,7 +146,11 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def cut(model: nn.Module, dtype: torch.dtype | None = None) -> Layers:
+def cut(
+    model: nn.Module,
+    dtype: torch.dtype | None = None,
+    compression: Compression | None = None,
+) -> Layers:
     """Find the blocks of a model and lay out their parameters.
 
     Parameters
@@ -132,6 +159,8 @@ def cut(model: nn.Module, dtype: torch.dtype | None = None) -> Layers:
         Its float32 parameters become fp32 packs, its bfloat16 ones split packs.
     dtype
         float32 or bfloat16: take all of them as these.
+    compression
+        Of Adam's moments; None: they are fp32.
 
     Raises
     ------
@@ -155,6 +184,12 @@ def cut(model: nn.Module, dtype: torch.dtype | None = None) -> Layers:
     blocks: list[Block] = []
     packs: list[PackSpec] = []
     homes: dict[nn.Parameter, Home] = {}
+    tables = _tables(model)
+    compression = compression or Compression()
+    codecs = {
+        name: compression.codec_of(name, param.shape, table=param in tables)
+        for param, name in names.items()
+    }
     for name, module in _find(model):
         sites = tuple(_sites(module))
         own = list(
@@ -171,6 +206,7 @@ def cut(model: nn.Module, dtype: torch.dtype | None = None) -> Layers:
                 f"{name} (fp32)" if both and params is whole else name,
                 [(names[param], tuple(param.shape)) for param in params],
                 split=params is halves,
+                codecs=codecs,
             )
             packs.append(pack)
             homes.update(
@@ -199,7 +235,28 @@ def cut(model: nn.Module, dtype: torch.dtype | None = None) -> Layers:
         homes={param: homes[param] for param in names if param in homes},
         resident=resident,
         given={param: param.dtype for param in homes},
+        tables=frozenset(names[param] for param in tables),
     )
+
+
+def _tables(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters with a row for each token or place: those of embeddings and of the head.
+
+    The head is what transformers calls the output embeddings; in a model that does not say, a linear map on
+    the top level that gives as many numbers as the largest embedding has rows.
+    """
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    rows = max((module.num_embeddings for module in embeddings), default=0)
+    told: Any = getattr(model, "get_output_embeddings", lambda: None)
+    heads: list[Any] = [told()]
+    if heads[0] is None:
+        heads = [
+            module
+            for module in model.children()
+            if isinstance(module, nn.Linear) and module.out_features == rows
+        ]
+    weights = [getattr(module, "weight", None) for module in (*embeddings, *heads)]
+    return {weight for weight in weights if isinstance(weight, nn.Parameter)}
 
 
 def _find(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

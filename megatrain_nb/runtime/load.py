@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.runtime.layers import cut, parse_dtype
-from megatrain_nb.runtime.offload import OffloadedModel, prepare
+from megatrain_nb.runtime.offload import OffloadedModel, move_what_stays, prepare
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tensor import stream_parameter
 
@@ -75,7 +75,7 @@ def from_config(
     make = _maker(auto_class, dict(kwargs, dtype=torch.float32))
     with torch.device("meta"), _each_registered() as registered:
         draft = make(copy.deepcopy(config))
-    layers = cut(draft, wanted)
+    layers = cut(draft, wanted, session.compression)
     homes: list[Home | None] = [layers.homes.get(param) for param in registered]
     resident = set(layers.resident.values())
     keeps = [param in resident for param in registered]
@@ -120,11 +120,12 @@ def _finish(
     model: nn.Module, offloaded: OffloadedModel, dtype: torch.dtype
 ) -> nn.Module:
     """Let the record that was made for the draft speak of the real model."""
-    layers = cut(model, dtype)
+    layers = cut(model, dtype, offloaded.session.compression)
     if layers.spec != offloaded.layers.spec:
         msg = f"{type(model).__name__} has other blocks than on the meta device; make it with from_config of transformers"
         raise ModelError(msg)
     prepare(model)
+    move_what_stays(model, layers, offloaded.device)
     offloaded.become(model, layers)
     for param in layers.homes:
         stream_parameter(param, offloaded.source(param), offloaded.device, dtype)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain_nb.codec.names import DYNAMIC
 from megatrain_nb.errors import ModelError
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.pager import MOMENTS, Piece, What, master_of, moments_of
+from megatrain_nb.runtime.recode import recode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import nn
 
@@ -21,29 +23,39 @@ if TYPE_CHECKING:
 
 # Without the fp32 master a split pack would not be what it was: both halves are the weights.
 _WEIGHTS = (What.WEIGHTS, What.LOW)
+MOMENT_KINDS = (*MOMENTS, What.ENCODED)
 
 
-def identity(model: OffloadedModel) -> dict[str, Any]:
-    """Return what must be the same where a checkpoint is to be used: names, shapes, dtypes, pieces; JSON."""
-    spec, pager = model.layers.spec, model.pager
+def identity(
+    model: OffloadedModel, codecs: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return what must be the same where a checkpoint is to be used: names, shapes, dtypes, pieces; JSON.
+
+    With ``codecs`` as it would be if moments had these, by parameter.
+    """
+    spec, pager = model.layers.with_codecs(codecs or {}).spec, model.pager
     packs: dict[str, Any] = {
         pack.name: {
             "index": pack.index,
             "computes in": "bfloat16" if pack.split else "float32",
             "elements": pack.numel,
             "parameters": {
-                param.name: {"shape": list(param.shape), "offset": param.offset}
+                param.name: {
+                    "shape": list(param.shape),
+                    "offset": param.offset,
+                    "moments": param.codec,
+                }
                 for param in pack.params
             },
             "pieces": {},
         }
         for pack in spec.packs
     }
-    for piece in pager.kept_pieces():
-        pieces = packs[piece.pack.name]["pieces"]
-        pieces[piece.what.value] = {
-            "dtype": str(piece.dtype),
-            "bytes": piece.num_bytes,
+    for pack in spec.packs:
+        pieces = [Piece(pack, what) for what in (*master_of(pack), *moments_of(pack))]
+        packs[pack.name]["pieces"] = {
+            piece.label: {"dtype": str(piece.dtype), "bytes": piece.num_bytes}
+            for piece in pieces
         }
     persistent = model.model.state_dict().keys()
     return {
@@ -82,6 +94,16 @@ def check_same(saved: Any, here: list[Any], checkpoint: Checkpoint) -> None:
         raise ModelError(msg)
 
 
+def codecs_to_take(model: OffloadedModel, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the codecs that moments had in a checkpoint, where a model lets them change while it trains."""
+    here = model.codecs
+    return {
+        name: codec
+        for name, codec in state["codecs"].items()
+        if model.asked.get(name) == DYNAMIC and here.get(name) != codec
+    }
+
+
 def state_of(model: OffloadedModel) -> dict[str, Any]:
     """Return what of a model and its optimizer is not in tiles."""
     names = {param: name for name, param in model.model.named_parameters()}
@@ -103,6 +125,7 @@ def state_of(model: OffloadedModel) -> dict[str, Any]:
         "buffers": dict(model.model.named_buffers()),
         "fusing": None if model.fusing is None else model.fusing.state_dict(),
         "opaque": model.pager.opaque,
+        "codecs": model.codecs,
     }
 
 
@@ -124,9 +147,13 @@ def restore_model(
         Pinned; its tiles' names begin with ``prefix``.
     """
     params = dict(model.model.named_parameters())
-    if not weights_only:
-        _check_groups(model, state, params)
     pager = model.pager
+    if not weights_only:
+        for piece in pager.kept_pieces(*MOMENT_KINDS):
+            pager.discard(piece.pack.index, piece.what)
+        recode(
+            model, codecs_to_take(model, state)
+        )  # of nothing: they only change their form
     keys = {}
     for piece in pager.kept_pieces(*(_WEIGHTS if weights_only else ())):
         pager.discard(piece.pack.index, piece.what)
@@ -143,9 +170,15 @@ def restore_model(
             params[name].copy_(value)
     for name, value in state["buffers"].items():
         _set_buffer(model.model, name, value)
-    if weights_only:
-        return
-    pager.opaque = state["opaque"]
+    if not weights_only:
+        _restore_optimizer(model, state, params)
+
+
+def _restore_optimizer(
+    model: OffloadedModel, state: dict[str, Any], params: dict[str, nn.Parameter]
+) -> None:
+    """Bring back what belongs to steps and is not in tiles."""
+    model.pager.opaque = state["opaque"]
     model.num_steps = state["num_steps"]
     model.steps.clear()
     model.steps.update({params[name]: count for name, count in state["steps"].items()})
@@ -157,17 +190,17 @@ def restore_model(
         model.fusing.load_state_dict(state["fusing"])
     if model.optimizer is not None and state["groups"] is not None:
         _set_groups(model.optimizer, state["groups"])
+        model.rounding_seed = state["groups"][0]["rounding_seed"]
         model.optimizer.state.clear()
         model.optimizer.note_state()
     model.saved_version = model.executor.version
 
 
-def _check_groups(
-    model: OffloadedModel, state: dict[str, Any], params: dict[str, nn.Parameter]
-) -> None:
+def check_groups(model: OffloadedModel, state: dict[str, Any]) -> None:
+    """Raise ModelError if an optimizer has other groups of parameters than in a checkpoint."""
     if model.optimizer is None or state["groups"] is None:
         return
-    names = {param: name for name, param in params.items()}
+    names = {param: name for name, param in model.model.named_parameters()}
     here = [
         [names[param] for param in group["params"]]
         for group in model.optimizer.param_groups

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import weakref
+import zlib
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from megatrain_nb.codec.dynamic import Role
+from megatrain_nb.codec.names import DYNAMIC
 from megatrain_nb.errors import (
     ArgumentError,
     BudgetError,
@@ -21,22 +24,28 @@ from megatrain_nb.errors import (
     StoreError,
 )
 from megatrain_nb.plan.keep import prefers_kept
+from megatrain_nb.plan.layout import Layout, make_layout
 from megatrain_nb.plan.memory import (
     Residency,
     plan_residency,
     working_bytes,
     written_bytes,
 )
+from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.runtime.chooser import is_looked_at
+from megatrain_nb.runtime.costs import least_seconds, seconds_by_cause
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.fuse import Fusing
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
 from megatrain_nb.runtime.logits import LargeLogits
-from megatrain_nb.runtime.pager import MOMENTS, Pager, What
-from megatrain_nb.runtime.source import PieceSource
+from megatrain_nb.runtime.pager import MOMENTS, Pager, What, moments_of
+from megatrain_nb.runtime.recode import Moments, encode, recode
+from megatrain_nb.runtime.share import DeviceShare
+from megatrain_nb.runtime.source import MomentSource, PieceSource, encoded_of
 from megatrain_nb.runtime.tensor import (
     plain_parameter,
     source_of,
@@ -48,8 +57,11 @@ from megatrain_nb.runtime.update import Updates
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.utils.hooks import RemovableHandle
 
+    from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.runtime.optimizer import AdamW
     from megatrain_nb.runtime.session import Session
 
@@ -70,6 +82,10 @@ class OffloadedModel:
         Time in ``optimizer.step`` so far, without the kernels' and without waiting.
     steps
         Updates that each parameter has had.
+    asked
+        By name of a streamed parameter: the codec that is asked for its moments.
+    rounding_seed
+        Of the rounding of encoded moments, all parameters.
     residency
         The plan in force.
     saved_version
@@ -88,6 +104,7 @@ class OffloadedModel:
             pool=session.pool,
             store=session.store,
             on_span=session.on_span,
+            packed=session.packed,
         )
         self.updates = Updates(
             self.pager, threads=session.threads, on_span=session.on_span
@@ -101,11 +118,18 @@ class OffloadedModel:
             stop=session.stop_event,
             relieve=self.relieve,
         )
+        self.share = DeviceShare(self.executor, session.device)
         self.logits = LargeLogits(self.executor, self._room_bytes)
         self.executor.logits = self.logits
+        self.use_layers(layers)
         self.device = session.device.torch_device
         self.steps: dict[nn.Parameter, int] = {}
         self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self.asked = {
+            home.spec.name: session.compression.asked(home.spec.name)
+            for home in layers.homes.values()
+        }
+        self.rounding_seed = 0
         self.num_steps = 0
         self.step_seconds = 0.0
         self.last_step: StepResult | None = None
@@ -183,7 +207,12 @@ class OffloadedModel:
     def become(self, model: nn.Module, layers: Layers) -> None:
         """Speak of another model that is cut the same way."""
         self._model = weakref.ref(model)
+        self.use_layers(layers)
+
+    def use_layers(self, layers: Layers) -> None:
+        """Go on with the same cut, of another model or with other codecs."""
         self.layers = self.executor.layers = layers
+        self._by_name = {home.spec.name: p for p, home in layers.homes.items()}
 
     def intercept(self, dtype: torch.dtype | None) -> None:
         """Send the blocks' calls through the executor; ordinary parameters become ``dtype`` as well."""
@@ -250,6 +279,7 @@ class OffloadedModel:
             "or get an ordinary model back with mt.unwrap(model)"
         )
         self.updates.rest()
+        self.executor.let_go()
         self.pager.close()
         self.session.dismiss(self)
 
@@ -287,8 +317,8 @@ class OffloadedModel:
         BudgetError
             The share does not even hold what streams, or the disk not what does not stay.
         """
-        spec, tile_numel = self.layers.spec, self.pager.tile_numel
-        room = limit_bytes - working_bytes(spec, tile_numel=tile_numel)
+        spec = self.layers.spec
+        room = self._beside_streaming(spec, limit_bytes)
         self._room = max(room, 0)
         if self._reserved > max(room, 0) and self.num_steps:
             logger.warning(
@@ -298,16 +328,7 @@ class OffloadedModel:
                 format_bytes(self._reserved),
                 format_bytes(max(room, 0)),
             )
-        residency = plan_residency(
-            spec,
-            limit_bytes=limit_bytes,
-            activation_bytes=max(0, min(self._reserved, room)),
-            keep_bytes=self._keepable_bytes() + self._keep_beside,
-            keep_share=self._keep_share(),
-            resident_bytes=self.session.max_resident_bytes,
-            tile_numel=tile_numel,
-        )
-        self._check_disk(residency)
+        residency = self._residency(spec, limit_bytes)
         before = self.residency
         if not (residency.states <= before.states and residency.grads <= before.grads):
             # Tiles read ahead of a piece that is to stay would be newer than the whole that is read for it.
@@ -315,8 +336,38 @@ class OffloadedModel:
         self.pager.apply(residency)
         self.pager.barrier()
         self.residency = residency
-        keepable = residency.keep_bytes - self._keep_beside
-        self.executor.keeping.limit_bytes = max(keepable, 0)
+        if not self.share.holds_activations:
+            keepable = residency.keep_bytes - self._keep_beside
+            self.executor.keeping.limit_bytes = max(keepable, 0)
+        self._plan_device()
+
+    def _plan_device(self) -> None:
+        others = (model.executor for model in self.session.models if model is not self)
+        self.share.plan(self._keep_allowed(), others)
+
+    def check_plan(self, spec: ModelSpec) -> None:
+        """Raise BudgetError if the model would not fit with these packs."""
+        self._residency(spec, self.session.share_bytes())
+
+    def _residency(self, spec: ModelSpec, limit_bytes: int) -> Residency:
+        room = self._beside_streaming(spec, limit_bytes)
+        residency = plan_residency(
+            spec,
+            limit_bytes=limit_bytes,
+            activation_bytes=max(0, min(self._reserved, room)),
+            keep_bytes=self._keepable_bytes() + self._keep_beside,
+            keep_share=self._keep_share(),
+            resident_bytes=self.session.max_resident_bytes,
+            packing_bytes=self.session.packing_share_bytes(),
+            tile_numel=self.pager.tile_numel,
+        )
+        self._check_disk(spec, residency)
+        return residency
+
+    def _beside_streaming(self, spec: ModelSpec, limit_bytes: int) -> int:
+        """Return what a share of the RAM leaves when nothing is resident; less than 0 where it is too small."""
+        working = working_bytes(spec, tile_numel=self.pager.tile_numel)
+        return limit_bytes - working - self.session.packing_share_bytes()
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -324,25 +375,18 @@ class OffloadedModel:
 
     def _keepable_bytes(self) -> int:
         """Return what activations would take if all of a window's were kept, within what the session allows."""
-        if self.device.type != "cpu":
-            return 0  # they would take the accelerator's memory, not planned yet
+        return 0 if self.share.holds_activations else self._keep_allowed()
+
+    def _keep_allowed(self) -> int:
         allowed = self.session.max_kept_bytes
         return self._keep_wanted if allowed is None else min(self._keep_wanted, allowed)
 
     def _room_bytes(self) -> int:
         """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""
-        device, spec = self.session.device, self.layers.spec
-        room = self._room
-        if device.torch_device.type == "cuda":
-            room = torch.cuda.get_device_properties(device.torch_device).total_memory
-        if not device.in_place and self.session.max_vram_bytes:
-            slots = 3 * max(spec.block_bytes(block.index) for block in spec.blocks)
-            room = max(0, min(room, self.session.max_vram_bytes - slots))
-        return room
+        return self.share.room_bytes(self._room)
 
-    def _check_disk(self, residency: Residency) -> None:
+    def _check_disk(self, spec: ModelSpec, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
-        spec = self.layers.spec
         needed = residency.disk_bytes and residency.disk_bytes + written_bytes(spec)
         allowed = self.session.disk_room_bytes(self)
         if needed > allowed:
@@ -368,7 +412,8 @@ class OffloadedModel:
         least = self.last_step.least_seconds if self.last_step is not None else {}
         first = prefers_kept(least, now=self._keep_first)
         measured = round(1.05 * self.session.other_peak_bytes())
-        kept = keeping.restart_peak()
+        in_ram = not self.share.holds_activations
+        kept = keeping.restart_peak() if in_ram else 0
         changed = first != self._keep_first
         if kept:
             # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
@@ -380,7 +425,7 @@ class OffloadedModel:
         if keeping.wanted_bytes > self._keep_wanted:
             # A little more, so that a window that is hardly larger changes nothing.
             self._keep_wanted = round(1.05 * keeping.wanted_bytes)
-            changed = True
+            changed |= in_ram
         if changed or not 0.8 * self._reserved <= measured <= self._reserved:
             self._reserved = max(measured, 0)
             self._keep_first = first
@@ -411,7 +456,7 @@ class OffloadedModel:
         self.steps.clear()
         self.moments.clear()
         for pack in self.layers.spec.packs:
-            for what in MOMENTS:
+            for what in moments_of(pack):
                 self.pager.discard(pack.index, what)
 
     # -- steps ----------------------------------------------------------------------------
@@ -429,7 +474,7 @@ class OffloadedModel:
     def finish_updates(self) -> None:
         """Do all that is due, and return when it is on the disk."""
         with interrupts_wait(self.executor.stop, breakable=False):
-            self.updates.finish_all()
+            self.pay_updates()
             self.pager.barrier()
 
     @property
@@ -439,10 +484,68 @@ class OffloadedModel:
         running = executor.window is not None or executor.inside is not None
         return running or (self._since is not None and bool(executor.norms))
 
-    def begin_step(self) -> None:
-        """Let a step's clock run, unless it does already."""
+    def pay_updates(self) -> None:
+        """Do all that is due; what the codecs are to be is decided then, see [Note: when codecs change]."""
+        self.updates.finish_all()
+        chooser = self.updates.chooser
+        if chooser.looking:
+            changed = chooser.decide(self.codecs)
+            recode(self, changed)
+            if changed:
+                logger.info("codecs of moments changed: %s", changed)
+
+    def look_at_update(self, params: Iterable[nn.Parameter]) -> None:
+        """Measure codecs in the update that begins, if it is time and some of these are dynamic."""
+        self.updates.chooser.forget()
+        if is_looked_at(self.num_steps + 1):
+            homes = [self.layers.homes[p] for p in params if p in self.layers.homes]
+            found = {
+                home.spec.name: home.spec.numel
+                for home in homes
+                if home.spec.codec in Role.BODY.codecs
+                and self.asked[home.spec.name] == DYNAMIC
+            }
+            if found:
+                self.updates.chooser.begin(found)
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        """The codec of each streamed parameter's moments, by name."""
+        specs = (home.spec for home in self.layers.homes.values())
+        return {spec.name: spec.codec for spec in specs}
+
+    def begin_step(self, *, stops: bool = True) -> None:
+        """Let a step's clock run, unless it does already; before it does, do what a person asked for.
+
+        Without ``stops`` the caller ends the training itself where that was asked for.
+        """
         if self._since is None:
+            self.between_steps()
+            controls = self.session.controls
+            if stops and controls.stopping:
+                controls.reset()
+                raise KeyboardInterrupt
             self._since = self.session.clock()
+
+    def between_steps(self) -> None:
+        """Save, or wait, if a person asked for it."""
+        session = self.session
+        session.controls.obey(
+            self.num_steps, partial(save_pretrained, self.model), session.stop_event
+        )
+
+    def layout(self) -> Layout:
+        """Return the model's blocks, and what of them stays in RAM."""
+        spec = self.layers.spec
+        traffic = step_traffic(spec, self.residency, self.executor.expected_order())
+        return make_layout(
+            spec,
+            self.pager.layout(),
+            model=self.pager.prefix.rstrip("/"),
+            name=self.name,
+            in_place=self.session.device.in_place,
+            planned_bytes=(traffic.read_bytes, traffic.written_bytes),
+        )
 
     def forget_step(self) -> None:
         """Start over: the step that was begun will not end."""
@@ -457,17 +560,13 @@ class OffloadedModel:
 
     def finish_step(self, grad_norm: float) -> None:
         """Make the step's result and tell the session; then plan again if memory says so."""
+        device = self.session.device
+        self.executor.end_step()
         since, now = self._since, self.session.clock()
         assert since is not None
         spent = {key: now[key] - since[key] for key in now}
-        seconds = {cause: spent[cause] for cause in ("compute", "wait", "update")}
-        seconds["other"] = max(0.0, spent["now"] - sum(seconds.values()))
-        least = {"compute": seconds["compute"]}
-        if self.session.device.in_place:  # the kernels run on the same cores
-            least["compute"] += seconds["update"]
-        if self.session.store.rate.best:
-            moved = spent["read"] + spent["written"]
-            least["disk"] = moved / self.session.store.rate.best
+        seconds = seconds_by_cause(spent, in_place=device.in_place)
+        least = least_seconds(spent, device, disk_rate=self.session.store.rate.best)
         losses = self._losses
         self.last_step = StepResult(
             step=self.num_steps,
@@ -477,11 +576,26 @@ class OffloadedModel:
             seconds=seconds,
             read_bytes=int(spent["read"]),
             written_bytes=int(spent["written"]),
+            onloaded_bytes=int(spent["onloaded"]),
+            offloaded_bytes=int(spent["offloaded"]),
+            link_seconds=spent["link"],
             least_seconds=least,
+            lr=self._learning_rate(),
         )
         self.forget_step()
         self.session.note_step(self.last_step)
+        if not device.in_place:
+            self.share.learn(least)
         self.learn()
+        self._plan_device()
+
+    def _learning_rate(self) -> float:
+        if self.optimizer is None:
+            return math.nan
+        return (
+            float(self.optimizer.param_groups[0]["lr"])
+            * self.session.controls.lr_factor
+        )
 
     def _before_forward(self, *_: Any) -> None:
         with interrupts_wait(self.executor.stop, breakable=False):
@@ -509,16 +623,45 @@ class OffloadedModel:
             if param in norms:
                 found.append(norms[param])
             elif param not in self.layers.homes and param.grad is not None:
-                found.append(torch.linalg.vector_norm(param.grad).cpu())
-        return (
-            torch.linalg.vector_norm(torch.stack(found)) if found else torch.tensor(0.0)
-        )
+                found.append(torch.linalg.vector_norm(param.grad))
+        if not found:
+            return torch.tensor(0.0)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(_on_host(found)))
+        return norm
+
+    def rounding_of(self, name: str) -> tuple[int, int]:
+        """Return step and seed of the rounding of a parameter's moments, see `megatrain_nb.codec.base.Key`."""
+        param = self._by_name[name]
+        return self.steps.get(param, 0), seed_of(self.rounding_seed, name)
+
+    def set_moments(
+        self, param: nn.Parameter, exp_avg: Tensor, exp_avg_sq: Tensor
+    ) -> None:
+        """Store both moments of a parameter; encoded ones round once.
+
+        Raises
+        ------
+        ModelError
+            They cannot be encoded: not finite, or ``exp_avg_sq`` negative.
+        """
+        home = self.layers.homes.get(param)
+        if home is None or not home.pack.encoded:
+            for what, value in zip(MOMENTS, (exp_avg, exp_avg_sq), strict=True):
+                self.moment(param, what).copy_(value)
+            return
+        flat = [_flat(value, home.spec.shape) for value in (exp_avg, exp_avg_sq)]
+        self.executor.check_usable()
+        with interrupts_wait(self.executor.stop, breakable=False):
+            self.finish_update(home.pack.index)
+            with encoded_of(self, home, write=True) as (parts, key):
+                for part, data, place in parts:
+                    encode(part, Moments(*(x[place] for x in flat)), data, key)
 
     def moment(self, param: nn.Parameter, what: What) -> Tensor:
         """Return a moment as a tensor: streamed, or ordinary for a parameter that is."""
         if param in self.layers.homes:
             return streamed_tensor(
-                self.source(param, what),
+                MomentSource(self, param, self.layers.homes[param], what),
                 tuple(param.shape),
                 torch.float32,
                 torch.device("cpu"),
@@ -527,6 +670,17 @@ class OffloadedModel:
             param, (torch.zeros_like(param), torch.zeros_like(param))
         )
         return moments[0 if what is What.EXP_AVG else 1]
+
+
+def _on_host(scalars: list[Tensor]) -> list[Tensor]:
+    """Bring scalars to the CPU, those of one device together: the host waits once."""
+    found = list(scalars)
+    for device in {x.device for x in scalars if x.device.type != "cpu"}:
+        places = [index for index, x in enumerate(scalars) if x.device == device]
+        values = torch.stack([scalars[index] for index in places]).cpu()
+        for index, value in zip(places, values.unbind(), strict=True):
+            found[index] = value
+    return found
 
 
 def offload(
@@ -553,16 +707,13 @@ def offload(
     if offloaded is not None:
         offloaded.check_dtype(wanted)
         return offloaded
-    layers = cut(model, wanted)
+    layers = cut(model, wanted, session.compression)
     for param, home in layers.homes.items():
         if param.device.type == "meta":
             msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
             raise ModelError(msg)
     prepare(model)
-    for name, param in layers.resident.items():
-        if param.device != session.device.torch_device:
-            msg = f"{name} is on {param.device}, but the session computes on {session.device.torch_device}; move it there first"
-            raise ModelError(msg)
+    move_what_stays(model, layers, session.device.torch_device)
     offloaded = OffloadedModel(model, layers, session)
     try:
         offloaded.move_in()
@@ -571,6 +722,24 @@ def offload(
         offloaded.undo()
         raise
     return offloaded
+
+
+def _flat(values: Tensor, shape: tuple[int, ...]) -> Any:
+    """Return values as a flat fp32 array of a shape's elements; without a copy where they are that already."""
+    if (
+        type(values) is not Tensor
+        or values.device.type != "cpu"
+        or values.dtype != torch.float32
+        or tuple(values.shape) != shape
+        or not values.is_contiguous()
+    ):
+        values = torch.empty(shape, dtype=torch.float32).copy_(values)
+    return values.detach().view(-1).numpy()
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Return the seed of one parameter's rounding, from that of all: else two parameters would round alike."""
+    return zlib.crc32(f"{seed}/{name}".encode())
 
 
 def prepare(model: nn.Module) -> None:
@@ -586,6 +755,22 @@ def prepare(model: nn.Module) -> None:
                 )
                 getattr(model, f"{name}_checkpointing_disable")()
             return
+
+
+def move_what_stays(model: nn.Module, layers: Layers, device: torch.device) -> None:
+    """Bring buffers, and parameters that do not stream, to where the blocks compute."""
+    for name, param in layers.resident.items():
+        if param.device.type == "cpu":
+            param.data = param.data.to(device)
+        if param.device != device:
+            msg = f"{name} is on {param.device}, but the session computes on {device}; move it there first"
+            raise ModelError(msg)
+    if device.type == "cpu":
+        return
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
 
 
 def no_cache_in_training(

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain_nb.codec.dynamic import Role
+from megatrain_nb.codec.names import DYNAMIC, RAW
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig
+from megatrain_nb.optim.encoded import caution_of
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import MOMENTS
+from megatrain_nb.runtime.recode import ask, asked_by_groups, recode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -87,6 +91,7 @@ class AdamW(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "maximize": False,
             "decoupled_weight_decay": decoupled,
+            "rounding_seed": torch.initial_seed() % 2**32,
         }
         super().__init__(params, defaults)
         mine = set(offloaded.model.parameters())
@@ -96,8 +101,12 @@ class AdamW(torch.optim.Optimizer):
                 if param not in mine:
                     msg = f"a parameter of shape {tuple(param.shape)} does not belong to the model; give model.parameters()"
                     raise ArgumentError(msg)
+        asked = asked_by_groups(offloaded, self.param_groups)
         offloaded.reset_optimizer()
+        ask(offloaded, asked)
         offloaded.optimizer = self  # the one before, if any, has lost its moments
+        offloaded.rounding_seed = self.param_groups[0]["rounding_seed"]
+        self._warn_of_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -139,7 +148,7 @@ class AdamW(torch.optim.Optimizer):
             raise ModelError(msg)
         scale = clip_coefficient(self.last_grad_norm, max_norm)
         configs = {
-            param: _config(group)
+            param: _config(group, offloaded.session.controls.lr_factor)
             for group in self.param_groups
             for param in group["params"]
         }
@@ -202,6 +211,24 @@ class AdamW(torch.optim.Optimizer):
         self._clip_once = max_norm
         return self.offloaded.total_norm()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return hyper-parameters, step counts and moments, as torch does.
+
+        ``moment_codecs`` names the codec of every encoded parameter's moments, by index: with ``"dynamic"`` it is
+        part of the state.
+        """
+        state = super().state_dict()
+        homes = self.offloaded.layers.homes
+        params = [param for group in self.param_groups for param in group["params"]]
+        codecs = {
+            index: homes[param].spec.codec
+            for index, param in enumerate(params)
+            if param in homes and homes[param].spec.codec != RAW
+        }
+        if codecs:
+            state["moment_codecs"] = codecs
+        return state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over hyper-parameters and moments, parameter by parameter.
 
@@ -220,7 +247,9 @@ class AdamW(torch.optim.Optimizer):
             group.update(
                 {key: value for key, value in other.items() if key != "params"}
             )
+        self.offloaded.rounding_seed = groups[0]["rounding_seed"]
         params = [param for group in groups for param in group["params"]]
+        self._take_codecs(params, state_dict.get("moment_codecs", {}))
         for index, param in enumerate(params):
             if index not in state_dict["state"]:
                 self._drop_state(param)
@@ -228,21 +257,54 @@ class AdamW(torch.optim.Optimizer):
             self.take_state(params[index], state)
         self.note_state()
 
+    def _take_codecs(self, params: list[Any], codecs: dict[int, str]) -> None:
+        """Go on with the codecs of a saved state, where they are chosen while training."""
+        offloaded = self.offloaded
+        names = {
+            index: offloaded.layers.homes[param].spec.name
+            for index, param in enumerate(params)
+            if param in offloaded.layers.homes
+        }
+        offloaded.updates.chooser.forget()
+        recode(
+            offloaded,
+            {
+                names[index]: codec
+                for index, codec in codecs.items()
+                if index in names
+                and offloaded.asked[names[index]] == DYNAMIC
+                and codec in Role.BODY.codecs
+            },
+        )
+
     def take_state(self, param: Any, state: dict[str, Any]) -> None:
         """Copy one parameter's step count and moments into the store."""
         if not state:
             return
         self.offloaded.steps[param] = int(state["step"])
-        for what in MOMENTS:
-            if state.get(what.value) is not None:
-                with torch.no_grad():
-                    self.offloaded.moment(param, what).copy_(state[what.value])
+        moments = [state.get(what.value) for what in MOMENTS]
+        if any(moment is not None for moment in moments):
+            zeros = torch.zeros(())
+            with torch.no_grad():
+                self.offloaded.set_moments(
+                    param, *(zeros if moment is None else moment for moment in moments)
+                )
 
     def _drop_state(self, param: Any) -> None:
         if self.offloaded.steps.pop(param, 0):
             del self.state[param]
-            for what in MOMENTS:
-                self.offloaded.moment(param, what).zero_()
+            self.offloaded.set_moments(param, torch.zeros(()), torch.zeros(()))
+
+    def _warn_of_settings(self) -> None:
+        """Say where hyper-parameters are known to hurt a codec."""
+        homes = self.offloaded.layers.homes
+        for index, group in enumerate(self.param_groups):
+            params = (param for param in group["params"] if param in homes)
+            codecs = dict.fromkeys(homes[param].spec.codec for param in params)
+            for codec in codecs:
+                caution = caution_of(codec, _config(group))
+                if caution:
+                    self.offloaded.session.note(f"parameter group {index}: {caution}")
 
     def note_state(self) -> None:
         """Show torch's view of the state: step count, and moments that are read when asked for."""
@@ -282,6 +344,7 @@ def adopt(
     adopted.param_groups = optimizer.param_groups
     for group in adopted.param_groups:
         group.setdefault("maximize", False)
+        group.setdefault("rounding_seed", adopted.defaults["rounding_seed"])
     for param, state in optimizer.state.items():
         adopted.take_state(param, state)
     optimizer.state.clear()  # its moments are in the store now
@@ -345,14 +408,17 @@ def begin_update(
     Streamed parameters are updated when the next forward needs them, ordinary ones at once, in place.
     """
     # What is due of the step before may need the disk; if that fails, nothing of this one has begun.
-    offloaded.updates.finish_all()
+    offloaded.pay_updates()
     segments: dict[int, list[Segment]] = {}
     for param, config in configs.items():
         home = offloaded.layers.homes.get(param)
         if home is not None and param in offloaded.executor.norms:
             start, stop = home.spec.offset, home.spec.offset + home.spec.numel
-            segment = Segment(start, stop, config, offloaded.count_step(param))
+            step = offloaded.count_step(param)
+            _, seed = offloaded.rounding_of(home.spec.name)
+            segment = Segment(start, stop, config, step, seed)
             segments.setdefault(home.pack.index, []).append(segment)
+    offloaded.look_at_update(p for p in configs if p in offloaded.executor.norms)
     offloaded.executor.begin_update(segments, grad_scale=grad_scale)
     for param, config in configs.items():
         if param not in offloaded.layers.homes and param.grad is not None:
@@ -383,10 +449,10 @@ def _update_ordinary(
             tensor.copy_(host)
 
 
-def _config(group: dict[str, Any]) -> AdamWConfig:
+def _config(group: dict[str, Any], lr_factor: float = 1.0) -> AdamWConfig:
     beta1, beta2 = (float(beta) for beta in group["betas"])
     return AdamWConfig(
-        lr=float(group["lr"]),
+        lr=float(group["lr"]) * lr_factor,
         beta1=beta1,
         beta2=beta2,
         eps=float(group["eps"]),

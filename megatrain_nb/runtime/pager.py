@@ -2,17 +2,23 @@
 
 [Note: pieces and slabs] A pack has four *pieces*, flat fp32 vectors of the same length: weights,
 gradients and the two moments. A split pack has five: its weights are the bf16 halves of fp32 numbers, and
-the lower halves are a piece of their own. A piece is in RAM while it has a slab; it may be used only between
+the lower halves are a piece of their own. In an encoded pack both moments are one piece of bytes, see
+[Note: encoded moments]. A piece is in RAM while it has a slab; it may be used only between
 ``need`` and ``drop``. ``drop`` leaves a resident piece where it is and sends any other one to disk if
 it changed; its slab goes back to the pool when the last byte is written. What was never written
-reads as zeros. All of it runs on the training thread; only reads, writes and the return of written
+reads as zeros, or as encoded zeros. All of it runs on the training thread; only reads, writes and the return of written
 slabs happen on I/O threads.
+
+[Note: leases] A device with memory of its own copies out of slabs and into them while the training thread goes
+on. Such a piece is *lent* until the copy is over: ``need`` waits for it, and ``settle`` puts it off, so that its
+bytes are neither used nor given back too early.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+import zlib
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,9 +28,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain_nb.codec.base import get
+from megatrain_nb.codec.lossless.chunks import name_of
 from megatrain_nb.errors import StoreError
+from megatrain_nb.plan.layout import PieceLayout
 from megatrain_nb.plan.model import TILE_NUMEL
-from megatrain_nb.plan.timeline import Span
+from megatrain_nb.plan.timeline import HIT, LATE, MISS, Span
 from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
@@ -32,18 +41,20 @@ if TYPE_CHECKING:
 
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import PackSpec
+    from megatrain_nb.runtime.lanes import Work
     from megatrain_nb.store.base import Store
     from megatrain_nb.store.host import HostPool, Slab
 
 
 class What(Enum):
-    """The kinds of bytes of a pack: flat float32 vectors, or uint16 ones for the halves of a split pack."""
+    """The kinds of bytes of a pack: flat vectors of float32, of uint16 (halves), or of bytes (encoded moments)."""
 
     WEIGHTS = "weights"
     LOW = "low"
     GRADS = "grads"
     EXP_AVG = "exp_avg"
     EXP_AVG_SQ = "exp_avg_sq"
+    ENCODED = "encoded"
 
 
 MOMENTS = (What.EXP_AVG, What.EXP_AVG_SQ)
@@ -51,12 +62,17 @@ MOMENTS = (What.EXP_AVG, What.EXP_AVG_SQ)
 # What an array over a split pack's halves has; the weights among them are the bits of bf16 numbers.
 _HALVES = (What.WEIGHTS, What.LOW)
 
-Values = NDArray[np.float32] | NDArray[np.uint16]
+Values = NDArray[np.float32] | NDArray[np.uint16] | NDArray[np.uint8]
 
 
 def states_of(pack: PackSpec) -> tuple[What, ...]:
     """Return what only the update of a pack uses, besides its gradient."""
-    return (What.LOW, *MOMENTS) if pack.split else MOMENTS
+    return (What.LOW, *moments_of(pack)) if pack.split else moments_of(pack)
+
+
+def moments_of(pack: PackSpec) -> tuple[What, ...]:
+    """Return what holds the moments of a pack."""
+    return (What.ENCODED,) if pack.encoded else MOMENTS
 
 
 def master_of(pack: PackSpec) -> tuple[What, ...]:
@@ -80,6 +96,12 @@ class Piece:
         Planned to stay in RAM.
     dirty
         The RAM copy is newer than the disk's.
+    lease
+        The device's last copy out of ``slab`` or into it.
+    num_bytes
+        Bytes of the whole piece.
+    label
+        What its tiles are called; encoded in other codecs they have another name, so none reads another's bytes.
     """
 
     pack: PackSpec
@@ -89,32 +111,66 @@ class Piece:
     users: int = 0
     resident: bool = False
     dirty: bool = False
+    lease: Work | None = None
+    num_bytes: int = field(init=False)
+    label: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.span(0, self.pack.numel)[1]
+        self.label = self.what.value
+        if self.what is What.ENCODED:
+            codecs = ",".join(str(get(p.codec).to_config()) for p in self.pack.params)
+            self.label += f"-{zlib.crc32(codecs.encode()):08x}"
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """What its elements are: float32, or uint16 for a half."""
+        """What its values are: float32, uint16 for a half, or bytes."""
+        if self.what is What.ENCODED:
+            return np.dtype(np.uint8)
         half = self.pack.split and self.what in _HALVES
         return np.dtype(np.uint16 if half else np.float32)
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole piece."""
-        return self.pack.numel * self.dtype.itemsize
+    def landed(self) -> bool:
+        """Whether it is in RAM, and nothing of it still to come or to leave for a device."""
+        if self.slab is None or self.lent:
+            return False
+        return all(read.done() for read in self.loading)
 
     @property
-    def landed(self) -> bool:
-        """Whether it is in RAM, and nothing of it still to come."""
-        return self.slab is not None and all(read.done() for read in self.loading)
+    def lent(self) -> bool:
+        """Whether a device still copies out of it or into it."""
+        return self.lease is not None and not self.lease.done()
 
     def values(self) -> Values:
-        """Return the loaded values, shape (numel,)."""
+        """Return the loaded values, shape (numel,), or all bytes of encoded moments."""
         assert self.slab is not None
-        return self.slab.view(self.dtype, 0, self.pack.numel)
+        return self.slab.view(self.dtype, 0, self.num_bytes // self.dtype.itemsize)
 
-    def bytes_of(self, slab: Slab, start: int, stop: int) -> NDArray[np.uint8]:
-        """Return the bytes of elements ``start`` to ``stop`` in a slab that begins with element 0."""
+    def span(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the bytes, first and end, of a tile of elements ``start`` to ``stop``."""
+        if self.what is What.ENCODED:
+            return self.pack.encoded_span(start, stop)
+        return start * self.dtype.itemsize, stop * self.dtype.itemsize
+
+    def part(self, start: int, stop: int) -> Values:
+        """Return the loaded values of a tile."""
+        first, end = self.span(start, stop)
         size = self.dtype.itemsize
-        return slab.view(np.uint8, start * size, (stop - start) * size)
+        return self.values()[first // size : end // size]
+
+    def over(self, slab: Slab, start: int, stop: int) -> Values:
+        """Return the values of a tile in a slab of its own."""
+        first, end = self.span(start, stop)
+        return slab.view(self.dtype, 0, (end - first) // self.dtype.itemsize)
+
+    def blank(self, start: int, stop: int, out: NDArray[np.uint8]) -> None:
+        """Write what a tile reads as that was never written."""
+        out.fill(0)
+        if self.what is What.ENCODED:
+            for part in self.pack.moment_parts(start, stop):
+                place = slice(part.first_byte, part.first_byte + part.num_bytes)
+                get(part.param.codec).blank(out[place])
 
     def __str__(self) -> str:
         return f"{self.what.value} of {self.pack.name}"
@@ -151,6 +207,8 @@ class _Landing:
 class Pager:
     """Moves pieces between RAM and disk within the pool's budget.
 
+    Pieces of the kinds in ``packed`` are packed on disk, bit for bit; in RAM nothing is.
+
     Attributes
     ----------
     broken
@@ -161,6 +219,8 @@ class Pager:
         Gives back some memory that was read ahead; False if there is none.
     is_due
         Whether a pack's update is due: then its gradient can no longer be dropped.
+    prefix
+        What its keys in the store begin with.
     wait_seconds
         Time that the training thread has waited for the disk so far.
     opaque
@@ -175,6 +235,7 @@ class Pager:
         pool: HostPool,
         store: Store,
         on_span: Callable[[Span], None],
+        packed: Container[What] = (),
         tile_numel: int = TILE_NUMEL,
     ) -> None:
         self.packs = packs
@@ -185,15 +246,17 @@ class Pager:
         self.broken = ""
         self.lost: dict[int, str] = {}
         self.opaque: dict[str, Any] = {}
-        self._prefix = prefix
+        self.prefix = prefix
         self._on_span = on_span
+        self._packed = packed
         self._pieces = {
             (pack.index, what): Piece(pack, what)
             for pack in packs
-            for what in (*master_of(pack), What.GRADS, *MOMENTS)
+            for what in (*master_of(pack), What.GRADS, *moments_of(pack))
         }
         self._writing: dict[str, Future[None]] = {}
         self._held: list[Piece] = []
+        self._leaving: dict[Piece, None] = {}
         self.give_way: Callable[[], bool] = lambda: False
         self.is_due: Callable[[int], bool] = lambda _: False
 
@@ -215,7 +278,7 @@ class Pager:
         patient
             Wait for room.
         blank
-            What was never written need not read as zeros: it is overwritten, or not looked at.
+            Nothing is read, and the values are arbitrary: they are overwritten, or not looked at.
 
         Raises
         ------
@@ -223,6 +286,7 @@ class Pager:
             With ``patient``: no room, and nothing that would make room.
         """
         piece = self._pieces[pack, what]
+        self._leaving.pop(piece, None)  # it is wanted again
         if piece.slab is not None:
             return True
         self._wait_writes(piece)
@@ -231,10 +295,11 @@ class Pager:
             return False
         piece.slab = slab
         try:
-            for key, start, stop in self._tiles(piece):
-                if blank and key not in self.store:
-                    continue
-                future = self._read(key, piece.bytes_of(slab, start, stop))
+            self._tell("ENTER", self._key(piece), 0 if blank else self._stored(piece))
+            for start, stop in () if blank else piece.pack.tiles(self.tile_numel):
+                first, end = piece.span(start, stop)
+                out = slab.view(np.uint8, first, end - first)
+                future = self._read(piece, start, stop, out)
                 if future is not None:
                     piece.loading.append(future)
         except BaseException:
@@ -242,10 +307,20 @@ class Pager:
             raise
         return True
 
-    def need(self, pack: int, what: What, *, blank: bool = False) -> Values:
-        """Return a piece's values in RAM, shape (numel,); ``drop`` it after use."""
+    def need(
+        self, pack: int, what: What, *, blank: bool = False, foreseen: bool = True
+    ) -> Values:
+        """Return a piece's values in RAM, shape (numel,); ``drop`` it after use.
+
+        ``foreseen`` is False for a use that nothing predicts: it is no hit and no miss.
+        """
         piece = self._pieces[pack, what]
+        begin = time.perf_counter()
+        missed = piece.slab is None
+        late = not piece.landed
         self.fetch(pack, what, patient=True, blank=blank)
+        self._end_lease(piece)
+        from_disk = foreseen and bool(piece.loading)
         if piece.loading:
             try:
                 self._wait_all(piece.loading, f"reading the {piece}")
@@ -257,20 +332,29 @@ class Pager:
                         self._forget_slab(other)
                 raise
             piece.loading = []
+        if from_disk:
+            outcome = MISS if missed else LATE if late else HIT
+            self._tell_need(self._key(piece), piece.num_bytes, begin, outcome)
         piece.users += 1
         return piece.values()
 
     def need_all(
-        self, wanted: Iterable[tuple[int, What]], *, blank: Container[int] = ()
+        self,
+        wanted: Iterable[tuple[int, What]],
+        *,
+        blank: Container[int] = (),
+        foreseen: bool = True,
     ) -> dict[tuple[int, What], Values]:
         """Return the values of several pieces, by (pack, what); where one fails, none is in use.
 
-        ``blank`` are the packs of which `fetch` may leave out what was never written.
+        ``blank`` are the packs of which `fetch` reads nothing.
         """
         found = {}
         with ExitStack() as undo:
             for pack, what in wanted:
-                found[pack, what] = self.need(pack, what, blank=pack in blank)
+                found[pack, what] = self.need(
+                    pack, what, blank=pack in blank, foreseen=foreseen
+                )
                 undo.callback(self.drop, pack, what)
             undo.pop_all()
         return found
@@ -299,14 +383,29 @@ class Pager:
         """Put an unused piece where the plan wants it."""
         if piece.slab is None or piece.users or piece.resident:
             return
+        if piece.lent:
+            self._leaving[piece] = None
+            return
         if not piece.dirty:
             self._forget_slab(piece)
             return
+        self._tell("LEAVE", self._key(piece), piece.num_bytes)
         slab, piece.slab, piece.dirty = piece.slab, None, False
         tiles = self._tiles(piece)
         landing = _Landing(len(tiles), slab, self.pool)
         for key, start, stop in tiles:
-            self._write(piece, key, piece.bytes_of(slab, start, stop), landing)
+            first, end = piece.span(start, stop)
+            self._write(piece, key, slab.view(np.uint8, first, end - first), landing)
+
+    def lend(self, pack: int, what: What, until: Work) -> None:
+        """Note that a device copies out of a piece in use, or into it; whoever needs it next waits for the end."""
+        self._pieces[pack, what].lease = until
+
+    def end_leases(self) -> None:
+        """Settle what was put off and is no longer lent; never waits."""
+        for piece in [piece for piece in self._leaving if not piece.lent]:
+            del self._leaving[piece]
+            self.settle(piece)
 
     def is_blank(self, pack: int, what: What) -> bool:
         """Whether a piece was never written, so that it reads as zeros."""
@@ -333,6 +432,18 @@ class Pager:
             if key in self.store:
                 self.store.delete(key)
 
+    def swap(self, pack: PackSpec, moments: Iterable[Piece]) -> None:
+        """Let a pack have moments in other codecs, and forget the ones before."""
+        for what in moments_of(self.packs[pack.index]):
+            self.discard(pack.index, what)
+            del self._pieces[pack.index, what]
+        self.packs = tuple(pack if p.index == pack.index else p for p in self.packs)
+        for (index, _), piece in self._pieces.items():
+            if index == pack.index:
+                piece.pack = pack
+        for piece in moments:
+            self._pieces[pack.index, piece.what] = piece
+
     @contextmanager
     def opened(
         self, pack: int, *what: What, write: bool = False
@@ -341,9 +452,10 @@ class Pager:
         pieces = [self._pieces[pack, each] for each in what]
         if not all(piece in self._held for piece in pieces):
             self.close_held()
-            self.need_all((pack, each) for each in what)
+            self.need_all(((pack, each) for each in what), foreseen=False)
             self._held = [*pieces]
         for piece in pieces:
+            self._end_lease(piece)
             # Whoever opens another one meanwhile must not take these away.
             piece.users += 1
         try:
@@ -362,11 +474,11 @@ class Pager:
 
     def tile_key(self, piece: Piece, start: int) -> str:
         """Return the store's key of the tile that begins at element ``start``."""
-        return self._prefix + self.tile_name(piece, start)
+        return self.prefix + self.tile_name(piece, start)
 
     def tile_name(self, piece: Piece, start: int) -> str:
         """Return what the tile that begins at element ``start`` is called, whichever model of the session it is."""
-        return f"{piece.what.value}/{piece.pack.index}/{start // self.tile_numel}"
+        return f"{piece.label}/{piece.pack.index}/{start // self.tile_numel}"
 
     def read_tile(
         self, piece: Piece, start: int, stop: int, *, patient: bool
@@ -374,26 +486,56 @@ class Pager:
         """Start to read one tile of a piece that is on disk into a slab of its own; None if there is no room."""
         key = self.tile_key(piece, start)
         self._wait_writes(piece, key)
-        num_bytes = (stop - start) * piece.dtype.itemsize
-        slab = self._take(num_bytes, "tiles of the update", patient=patient)
+        first, end = piece.span(start, stop)
+        slab = self._take(end - first, "tiles of the update", patient=patient)
         if slab is None:
             return None
-        return slab, self._read(key, slab.view(np.uint8, 0, num_bytes))
+        out = slab.view(np.uint8, 0, end - first)
+        return slab, self._read(piece, start, stop, out)
 
     def write_tile(self, piece: Piece, start: int, slab: Slab) -> None:
         """Write one tile behind; the slab goes back to the pool when it is on disk."""
         landing = _Landing(1, slab, self.pool)
-        numel = min(self.tile_numel, piece.pack.numel - start)
-        data = piece.bytes_of(slab, 0, numel)
+        stop = min(start + self.tile_numel, piece.pack.numel)
+        first, end = piece.span(start, stop)
+        data = slab.view(np.uint8, 0, end - first)
         self._write(piece, self.tile_key(piece, start), data, landing)
+
+    def borrow(self, num_bytes: int, what: str) -> Slab:
+        """Take a slab from the pool, which is to get it back.
+
+        Raises
+        ------
+        BudgetError
+            No room, and nothing that would make room.
+        """
+        slab = self._take(num_bytes, what, patient=True)
+        assert slab is not None
+        return slab
 
     def wait_for(self, future: Future[None] | None, what: str) -> None:
         """Wait for one read, and count the wait."""
         if future is not None:
             self._wait_all([future], what)
 
+    def wait_for_tile(
+        self, piece: Piece, start: int, reading: Future[None] | None, *, missed: bool
+    ) -> None:
+        """Wait for the read of a tile, and count the wait; ``missed`` if it was not read ahead."""
+        if reading is None:
+            return
+        begin, late = time.perf_counter(), not reading.done()
+        self._wait_all([reading], f"reading tiles of {piece.pack.name}")
+        first, end = piece.span(start, min(start + self.tile_numel, piece.pack.numel))
+        outcome = MISS if missed else LATE if late else HIT
+        self._tell_need(self.tile_key(piece, start), end - first, begin, outcome)
+
     def settle_writes(self, what: What) -> None:
         """Return when the writes of one kind have landed; raises what one of them raised."""
+        for piece in self._pieces.values():
+            if piece.what is what:
+                self._end_lease(piece)
+        self.end_leases()
         for piece in self._pieces.values():
             if piece.what is what:
                 self._wait_writes(piece)
@@ -403,6 +545,9 @@ class Pager:
     def barrier(self) -> None:
         """Return when every write has landed; raises what a write raised."""
         self.close_held()
+        for piece in list(self._leaving):
+            self._end_lease(piece)
+        self.end_leases()
         self._wait_keys(list(self._writing), "writing tiles")
 
     def apply(self, residency: Residency) -> None:
@@ -426,8 +571,10 @@ class Pager:
     def reset(self) -> None:
         """After an error: nobody uses anything any more."""
         self._held.clear()
+        self._leaving.clear()
         for piece in self._pieces.values():
             piece.users = 0
+            self._end_lease(piece)
             self.settle(piece)
 
     # -- checkpoints ----------------------------------------------------------------------------------
@@ -467,10 +614,11 @@ class Pager:
         """Write a piece that stays in RAM; if that fails, RAM still has it and nothing is lost."""
         slab = piece.slab
         assert slab is not None
-        writes = [
-            self.store.put(key, piece.bytes_of(slab, start, stop))
-            for key, start, stop in self._tiles(piece)
-        ]
+        writes = []
+        for key, start, stop in self._tiles(piece):
+            first, end = piece.span(start, stop)
+            data = slab.view(np.uint8, first, end - first)
+            writes.append(self.store.put(key, data, codec=self._codec(piece)))
         for write in writes:  # until the last has ended, the slab is the store's
             with suppress(Exception):
                 wait(write, what=f"writing the {piece}")
@@ -480,7 +628,7 @@ class Pager:
     def delete_all(self) -> None:
         """Delete every tile from the store."""
         for key in self.store.keys():  # noqa: SIM118
-            if key.startswith(self._prefix):
+            if key.startswith(self.prefix):
                 self.store.delete(key)
 
     def close(self) -> None:
@@ -493,12 +641,63 @@ class Pager:
             piece.users = 0
             self._forget_slab(piece)
 
+    def layout(self) -> list[PieceLayout]:
+        """Return every piece's bytes, and where it is."""
+        return [
+            PieceLayout(self._key(piece), piece.num_bytes, piece.resident, piece.landed)
+            for piece in self._pieces.values()
+        ]
+
     # -- inside ---------------------------------------------------------------------------------------
+
+    def _key(self, piece: Piece) -> str:
+        return f"{self.prefix}{piece.label}/{piece.pack.index}"
+
+    def _stored(self, piece: Piece) -> int:
+        """Return the bytes of a piece that the store holds: the rest reads as zeros."""
+        stored = (
+            piece.span(start, stop)
+            for key, start, stop in self._tiles(piece)
+            if key in self.store
+        )
+        return sum(end - first for first, end in stored)
+
+    def _tell(self, kind: str, key: str, num_bytes: int) -> None:
+        now = time.perf_counter()
+        self._on_span(
+            Span(
+                kind=kind,
+                name=key,
+                start_s=now,
+                end_s=now,
+                num_bytes=num_bytes,
+                lane="disk",
+            )
+        )
+
+    def _tell_need(self, key: str, num_bytes: int, begin: float, outcome: str) -> None:
+        """Say how a piece or tile was found; see the note in plan/timeline.py."""
+        end = begin if outcome == HIT else time.perf_counter()
+        self._on_span(
+            Span(
+                kind="NEED",
+                name=key,
+                start_s=begin,
+                end_s=end,
+                num_bytes=num_bytes,
+                outcome=outcome,
+            )
+        )
+
+    def _codec(self, piece: Piece) -> str:
+        """Return how a piece lies on disk: packed, or as it is."""
+        packed = piece.what in self._packed
+        return name_of(piece.dtype.itemsize) if packed else "raw"
 
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
     ) -> None:
-        future = self.store.put(key, data)
+        future = self.store.put(key, data, codec=self._codec(piece))
         self._writing[key] = landing.done
         future.add_done_callback(lambda write: self._check_written(piece, write))
         future.add_done_callback(landing)
@@ -517,10 +716,13 @@ class Pager:
                 "close the session, make room or choose another offload_dir, and start again"
             )
 
-    def _read(self, key: str, out: NDArray[np.uint8]) -> Future[None] | None:
+    def _read(
+        self, piece: Piece, start: int, stop: int, out: NDArray[np.uint8]
+    ) -> Future[None] | None:
+        key = self.tile_key(piece, start)
         if key in self.store:
             return self.store.get_into(key, out)
-        out.fill(0)
+        piece.blank(start, stop, out)
         return None
 
     def _tiles(self, piece: Piece) -> list[tuple[str, int, int]]:
@@ -532,6 +734,11 @@ class Pager:
     def _take(self, num_bytes: int, what: str, *, patient: bool) -> Slab | None:
         """Take a slab; with patience wait for writes behind and give up what was read ahead."""
         while (slab := self.pool.try_take(num_bytes, what=what)) is None:
+            if self._leaving:
+                before = len(self._leaving)
+                self.end_leases()
+                if len(self._leaving) < before:
+                    continue
             if not patient:
                 return None
             if not self._make_room():
@@ -546,6 +753,10 @@ class Pager:
         if self._held:
             self.close_held()
             return True
+        if self._leaving:
+            self._end_lease(next(iter(self._leaving)))
+            self.end_leases()
+            return True
         unused = [
             piece
             for piece in self._pieces.values()
@@ -553,13 +764,18 @@ class Pager:
         ]
         if unused:
             # First one that must be written: it is needed later than one just read.
-            self.settle(min(unused, key=lambda piece: not piece.dirty))
+            piece = min(unused, key=lambda piece: not piece.dirty)
+            self._end_lease(piece)
+            self.settle(piece)
             return True
         return self.give_way()
 
     def _forget_slab(self, piece: Piece) -> None:
         if piece.slab is None:
             return
+        self._leaving.pop(piece, None)
+        self._end_lease(piece)
+        self._tell("LEAVE", self._key(piece), 0)
         slab, piece.slab = piece.slab, None
         loading, piece.loading = piece.loading, []
         self.give_up(slab, loading, what=f"reading the {piece}")
@@ -576,6 +792,14 @@ class Pager:
         elif not self.broken:
             # A late read may still write into the slab: it is never used again.
             self.broken = f"{what} does not end: the disk is stalled"
+
+    def _end_lease(self, piece: Piece) -> None:
+        """Wait until no device copies out of a piece or into it."""
+        lease, piece.lease = piece.lease, None
+        if lease is None or lease.done():
+            return
+        with self._counted(f"copying the {piece}"):
+            lease.wait()
 
     def _wait_writes(self, piece: Piece, *only: str) -> None:
         """Let a piece's writes land: a read must see the last version."""
@@ -596,10 +820,16 @@ class Pager:
                     del self._writing[key]
 
     def _wait_all(self, futures: list[Future[None]], what: str) -> None:
-        start = time.perf_counter()
-        try:
+        with self._counted(what):
             for future in futures:
                 wait(future, what=what)
+
+    @contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        """Count the time inside as waiting."""
+        start = time.perf_counter()
+        try:
+            yield
         finally:
             end = time.perf_counter()
             if end - start > 1e-5:

@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from megatrain_nb.codec import split
+from megatrain_nb.codec.choice import Compression, parse_compression
+from megatrain_nb.codec.lossless import chunks
+from megatrain_nb.codec.names import LOSSLESS
 from megatrain_nb.errors import ArgumentError, SessionError
+from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.checkpoint import Checkpoints, check_stateful
-from megatrain_nb.runtime.device import open_device
+from megatrain_nb.runtime.controls import Controls
+from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.pager import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
-from megatrain_nb.store.checkpoint import read_checkpoints
+from megatrain_nb.store.checkpoint import read_checkpoints, sweep
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.owner import OwnerLock, reclaim
@@ -30,11 +36,15 @@ from megatrain_nb.store.preflight import check_directory
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
+    from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.offload import OffloadedModel
+    from megatrain_nb.runtime.recorder import Recorder
     from megatrain_nb.store.base import IoRecord
     from megatrain_nb.store.checkpoint import Checkpoint
     from megatrain_nb.store.preflight import Preflight
@@ -75,8 +85,16 @@ class Session:
         to backward, before weights and states may stay there; None lets the plan decide.
     crash_safe
         ``"step"`` if a checkpoint follows every step of an `mt.Trainer`, or None.
+    packed
+        The kinds of pieces that are packed on disk, bit for bit.
+    compression
+        What `init` was asked for Adam's moments.
     callbacks
         Listeners; append a `Callback`.
+    controls
+        What a person asks for while training runs: pause, stop, save.
+    recorder
+        What folds the spans of this session, if someone watches or records.
     shown
         A live view follows the training; other progress displays keep quiet.
     last_step
@@ -98,21 +116,27 @@ class Session:
         max_vram_bytes: int | None,
         device: Device,
         crash_safe: str | None = None,
+        packed: frozenset[What] = frozenset(),
+        compression: Compression | None = None,
     ) -> None:
-        heap.return_freed_memory()
-        load_code()
+        self.max_ram_bytes = max_ram_bytes or round(
+            _DEFAULT_RAM_SHARE * rss.available_bytes()
+        )
+        self.compression = compression or Compression()
+        heap.return_freed_memory(self.max_ram_bytes)
+        load_code(self.compression, packing=bool(packed))
+        self.packed = packed
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.crash_safe = crash_safe
         self.max_vram_bytes = max_vram_bytes
         self.max_disk_bytes = max_disk_bytes
-        self.max_ram_bytes = max_ram_bytes or round(
-            _DEFAULT_RAM_SHARE * rss.available_bytes()
-        )
         self.max_resident_bytes: int | None = None
         self.max_kept_bytes: int | None = None
         self.keep_share: float | None = None
         self.callbacks: list[Callback] = []
+        self.controls = Controls()
+        self.recorder: Recorder | None = None
         self.shown = False
         self.last_step: StepResult | None = None
         self.stop_event = threading.Event()
@@ -124,15 +148,20 @@ class Session:
         self._lock = OwnerLock(preflight.path)
         with ExitStack() as undo:
             undo.callback(self._lock.release)
-            reclaimed = reclaim(preflight.path) if self._lock.took_over else 0
-            found = read_checkpoints(preflight.path)
-            self.pool = HostPool(self.max_ram_bytes)
+            reclaimed, found = _take_over(self._lock)
+            self._page_lock = pinned_pages(device)
+            self.pool = HostPool(
+                self.max_ram_bytes,
+                page_lock=self._page_lock,
+                locked=frozenset({What.WEIGHTS.value, What.GRADS.value}),
+            )
             self.store = DiskStore(
                 preflight.path,
                 max_bytes=max_disk_bytes,
                 direct=preflight.direct,
                 on_io=self._on_io,
                 pinned=[each.manifest for each in found],
+                staging=self.pool if packed else None,
             )
             undo.callback(self.store.close)
             self.saved = Checkpoints(self, found)
@@ -140,8 +169,7 @@ class Session:
             undo.callback(self.threads.close)
             undo.pop_all()
         self.notes = self._find_notes(reclaimed)
-        if found:
-            self.note(_describe_found(found, self._lock.left_at_step))
+        self._tell_found(found)
         self._peak = rss.PeakMeter()
 
     # -- life -----------------------------------------------------------------------------------------
@@ -376,6 +404,11 @@ class Session:
                 if self._models:  # the others may have its share
                     self.plan()
 
+    @property
+    def models(self) -> tuple[OffloadedModel, ...]:
+        """The models in the session."""
+        return tuple(self._models)
+
     def plan(self) -> None:
         """Give every model an equal share of the RAM, and let each decide what of it stays there.
 
@@ -384,7 +417,7 @@ class Session:
         BudgetError
             A share is too small.
         """
-        share = self.max_ram_bytes // len(self._models)
+        share = self.share_bytes()
         self.pool.limit_bytes = self.max_ram_bytes
         for model in self._models:
             model.plan(share)
@@ -397,6 +430,22 @@ class Session:
         for model in self._models:
             model.pager.shrink(limit)
         self.pool.limit_bytes = limit
+        if self.callbacks:
+            for layout in self.layouts():
+                for callback in self.callbacks:
+                    callback.on_layout(layout)
+
+    def layouts(self) -> list[Layout]:
+        """Return the blocks of each model, and what of them the plan keeps in RAM."""
+        return [model.layout() for model in self._models]
+
+    def share_bytes(self) -> int:
+        """Return what each model may have of the RAM, in bytes."""
+        return self.max_ram_bytes // len(self._models)
+
+    def packing_share_bytes(self) -> int:
+        """Return what each model has to leave of its share for packing, in bytes."""
+        return -(-self.store.staging_bytes // max(len(self._models), 1))
 
     def give_turn(self, model: OffloadedModel) -> None:
         """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
@@ -437,13 +486,17 @@ class Session:
         """Return running totals: seconds by cause and bytes moved; two of them bound an interval."""
         return {
             "now": time.perf_counter(),
-            "compute": sum(model.executor.compute_seconds for model in self._models),
+            "compute": self.device.compute_seconds
+            + sum(model.executor.compute_seconds for model in self._models),
             "wait": sum(model.pager.wait_seconds for model in self._models),
             "update": sum(
                 model.step_seconds + model.updates.seconds for model in self._models
             ),
             "read": float(self.store.read_bytes),
             "written": float(self.store.written_bytes),
+            "onloaded": float(self.device.onloaded.num_bytes),
+            "offloaded": float(self.device.offloaded.num_bytes),
+            "link": self.device.onloaded.seconds + self.device.offloaded.seconds,
         }
 
     def note_step(self, result: StepResult) -> None:
@@ -473,8 +526,8 @@ class Session:
 
     # -- what a person sees --------------------------------------------------------------------------------
 
-    def status(self) -> Status:
-        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
+    def tiers(self) -> dict[str, TierStatus]:
+        """Return bytes per tier now and at peak."""
         device_bytes = self.device.used_bytes()
         ram_bytes = self.pool.in_use_bytes
         tiers = {
@@ -488,13 +541,19 @@ class Session:
         }
         if self.device.torch_device.type == "cpu":
             del tiers["device"]
+        return tiers
+
+    def status(self) -> Status:
+        """Return bytes per tier now and at peak, and where the last step's time and bytes went."""
         return Status(
-            tiers=tiers,
+            tiers=self.tiers(),
             last_step=self.last_step,
             models=tuple(
                 describe_model(model) for model in self._models if not model.deleted
             ),
-            notes=self.notes,
+            notes=self._notes_now(),
+            packed_sizes=self.store.packed_sizes(),
+            pinned_bytes=self.pool.pinned_bytes,
             directory=str(self.preflight.path),
             process_bytes=rss.resident_bytes(),
         )
@@ -517,6 +576,14 @@ class Session:
             self.status()._repr_html_() if not self._closed else "<p>Session closed</p>"
         )
 
+    def _notes_now(self) -> tuple[str, ...]:
+        problem = self._page_lock.problem if self._page_lock is not None else ""
+        return (*self.notes, problem) if problem else self.notes
+
+    def _tell_found(self, found: list[Checkpoint]) -> None:
+        if found:
+            self.note(_describe_found(found, self._lock.left_at_step))
+
     def _find_notes(self, reclaimed: int) -> tuple[str, ...]:
         notes = [*self.preflight.notes, self.preflight.direct_note]
         if reclaimed:
@@ -528,6 +595,10 @@ class Session:
         if self.device.torch_device.type == "cpu":
             notes.append(
                 "no GPU is used: blocks compute in place in RAM, which device and host share"
+            )
+        if self.device.torch_device.type == "mps":
+            notes.append(
+                "MPS: blocks are copied to it and from it without overlap; this was never measured"
             )
         if self.max_disk_bytes and self.max_disk_bytes > self.preflight.free_bytes:
             notes.append(
@@ -542,7 +613,8 @@ def init(
     max_vram_gb: float | str | None = None,
     max_ram_gb: float | str | None = None,
     max_disk_gb: float | str | None = None,
-    optimizer_compression: bool | str = False,
+    optimizer_compression: bool | str | Mapping[str, bool | str] = False,
+    weight_compression: bool | str = False,
     device: str | torch.device | None = None,
     crash_safe: str | None = None,
 ) -> Session:
@@ -557,9 +629,18 @@ def init(
         memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
         the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
     optimizer_compression
-        False: Adam's moments are fp32. Compressed moments come in a later version.
+        How Adam's moments are stored: False, as fp32; ``"lossless"``, packed on disk bit for bit, and fp32 in RAM;
+        ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised; ``"dynamic"`` or True, in 2 to 4 bits by an
+        error budget. Or a mapping from patterns of parameter or module names to these, ``"lossless"`` not among
+        them; the first that matches counts, and what none matches stays fp32. Vectors, norms and
+        parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
+        docs/codecs.md for what each loses.
+    weight_compression
+        False; or ``"lossless"``: weights are packed on disk bit for bit, fp32 ones and the bf16 halves that compute
+        in bf16. Lossless packing takes 22 MB of ``max_ram_gb``, and time of the I/O threads; see docs/lossless.md.
     device
-        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one.
+        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
+        never measured.
     crash_safe
         ``"step"``: `mt.Trainer` takes a checkpoint after every step and keeps the last of them, so that a crash
         costs at most the step in progress. Its updates are done at once then, and the disk holds a second version
@@ -573,20 +654,19 @@ def init(
     Raises
     ------
     ArgumentError
-        A size, directory or device that cannot be used, or compression.
+        A size, directory, device or compression that cannot be used.
+    BudgetError
+        Less RAM than packing takes.
     SessionError
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    if optimizer_compression is not False:
-        msg = (
-            f"optimizer_compression={optimizer_compression!r}: only False (fp32 moments) works in this version; "
-            "lossless packing and 8, 4, 3 and 2 bit moments are to come"
-        )
-        raise ArgumentError(msg)
     if crash_safe not in (None, "step"):
         msg = f'crash_safe={crash_safe!r} is not known; give "step" or None'
         raise ArgumentError(msg)
+    lossless = optimizer_compression == LOSSLESS
+    compression = parse_compression(False if lossless else optimizer_compression)
+    packed = _packed(moments=lossless, weights=weight_compression)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -612,8 +692,18 @@ def init(
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
         crash_safe=crash_safe,
+        compression=compression,
+        packed=packed,
     )
     return _current
+
+
+def _take_over(lock: OwnerLock) -> tuple[int, list[Checkpoint]]:
+    """Remove what a dead owner left; return the bytes of it, and the checkpoints that are there."""
+    directory = lock.directory
+    reclaimed = reclaim(directory) if lock.took_over else 0
+    sweep(directory)
+    return reclaimed, read_checkpoints(directory)
 
 
 def _describe_found(found: list[Checkpoint], left_at_step: int | None) -> str:
@@ -631,12 +721,26 @@ def _describe_found(found: list[Checkpoint], left_at_step: int | None) -> str:
     )
 
 
-def load_code() -> None:
+def _packed(*, moments: bool, weights: object) -> frozenset[What]:
+    """Return the kinds of pieces to pack."""
+    if weights is not False and weights != LOSSLESS:
+        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
+        raise ArgumentError(msg)
+    kinds = (MOMENTS if moments else ()) + ((What.WEIGHTS,) if weights else ())
+    return frozenset(kinds)
+
+
+def load_code(compression: Compression | None = None, *, packing: bool = False) -> None:
     """Import and compile what the first step would, so that it is not taken for the model's memory."""
     importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
     warm_up()
     warm_up(split=True)
     split.warm_up()
+    for codec in () if compression is None else compression.codecs():
+        encoded.warm_up(codec)
+        encoded.warm_up(codec, split=True)
+    if packing:
+        chunks.warm_up()
 
 
 def current_session() -> Session | None:

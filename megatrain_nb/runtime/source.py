@@ -15,17 +15,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megatrain_nb.codec.base import Key
 from megatrain_nb.codec.split import Split, join, split
-from megatrain_nb.runtime.device import tensor_over
-from megatrain_nb.runtime.executor import part_of
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import What, master_of
+from megatrain_nb.runtime.lanes import tensor_over
+from megatrain_nb.runtime.layers import part_of
+from megatrain_nb.runtime.pager import MOMENTS, What, master_of
+from megatrain_nb.runtime.recode import Moments, decode, encode
 from megatrain_nb.runtime.tensor import Source, StreamedTensor, streamed_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from megatrain_nb.plan.model import MomentPart
     from megatrain_nb.runtime.layers import Home
     from megatrain_nb.runtime.offload import OffloadedModel
 
@@ -119,6 +122,65 @@ class PieceSource(_PackSource):
             write=True
         ) as values:
             values.copy_(value)
+
+
+class MomentSource(PieceSource):
+    """One of a parameter's moments, as fp32; encoded ones are decoded for a moment, and what was written encoded.
+
+    Both moments of a parameter are encoded together, so a write into one rounds the other again: with 8 and 4
+    bits to what it is, with 3 and 2 bits, whose `exp_avg` is relative to `exp_avg_sq`, to something near it.
+    """
+
+    @contextmanager
+    def _opened(self, *, write: bool) -> Iterator[Tensor]:
+        offloaded, spec = self._offloaded, self._home.spec
+        pack = offloaded.pager.packs[self._home.pack.index]
+        if not pack.encoded:
+            with super()._opened(write=write) as values:
+                yield values
+            return
+        offloaded.finish_update(pack.index)
+        mine = MOMENTS.index(self._what)
+        with encoded_of(offloaded, self._home, write=write) as (parts, key):
+            flat = np.empty(spec.numel, np.float32)
+            for part, data, place in parts:
+                decode(part, data, _beside(flat[place], mine))
+            yield torch.from_numpy(flat).view(spec.shape)
+            if not write:
+                return
+            for part, data, place in parts:
+                moments = _beside(np.empty(part.stop - part.start, np.float32), mine)
+                decode(part, data, moments)
+                moments[mine][:] = flat[place]
+                encode(part, moments, data, key)
+
+
+@contextmanager
+def encoded_of(
+    offloaded: OffloadedModel, home: Home, *, write: bool
+) -> Iterator[tuple[list[tuple[MomentPart, Any, slice]], Key]]:
+    """Give the encoded moments of a parameter for a moment, and the key of their rounding.
+
+    They come as parts, each with its tile's bytes and its place in the parameter.
+    """
+    pager = offloaded.pager
+    pack = pager.packs[home.pack.index]
+    with pager.opened(pack.index, What.ENCODED, write=write) as [data]:
+        found = []
+        for start, stop in pack.tiles(pager.tile_numel):
+            first, end = pack.encoded_span(start, stop)
+            for part in pack.moment_parts(start, stop):
+                if part.param.name == home.spec.name:
+                    offset = part.param.offset
+                    place = slice(part.start - offset, part.stop - offset)
+                    found.append((part, data[first:end], place))
+        yield found, Key(0, *offloaded.rounding_of(home.spec.name))
+
+
+def _beside(values: Any, mine: int) -> Moments:
+    """Return room for both moments of a part, of which one is given."""
+    other = np.empty_like(values)
+    return Moments(values, other) if mine == 0 else Moments(other, values)
 
 
 class MasterSource(_PackSource):

@@ -10,8 +10,12 @@ from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from megatrain_nb.plan.logits import Chunking
+    from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.runtime.callbacks import StepResult
     from megatrain_nb.runtime.offload import OffloadedModel
+
+
+_FP32_BYTES = 8  # of both moments of one parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ class TierStatus:
 class ModelStatus:
     """One model: its size, its steps, and what of it stays in RAM.
 
-    ``num_split`` of its parameters compute in bf16; their fp32 numbers are stored as two halves.
+    ``num_split`` of its parameters compute in bf16; their fp32 numbers are stored as two halves. ``moments_bytes``
+    are those of Adam's moments as they are stored, all included; ``codecs`` counts parameters by codec.
     """
 
     name: str
@@ -45,6 +50,19 @@ class ModelStatus:
     keep_bytes: int
     num_split: int
     logits: Chunking | None
+    moments_bytes: int
+    codecs: dict[str, int]
+    dynamic: bool
+
+    @property
+    def moments_bytes_per_param(self) -> float:
+        """Bytes of both moments of one parameter, padding included; 8 in fp32."""
+        return self.moments_bytes / max(self.num_params, 1)
+
+    @property
+    def moments_ratio(self) -> float:
+        """How many times smaller than in fp32 the moments are."""
+        return _FP32_BYTES / max(self.moments_bytes_per_param, 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +77,10 @@ class Status:
         The last optimizer step, or None.
     process_bytes
         Resident memory of the whole process, as the kernel counts it.
+    packed_sizes
+        Bytes of what is packed on disk: unpacked, and as they are there.
+    pinned_bytes
+        RAM of the session's that is page-locked for copies to a device.
     """
 
     tiers: dict[str, TierStatus]
@@ -67,6 +89,8 @@ class Status:
     notes: tuple[str, ...]
     directory: str
     process_bytes: int
+    packed_sizes: tuple[int, int] = (0, 0)
+    pinned_bytes: int = 0
 
     def rows(self) -> list[tuple[str, str]]:
         """Return label and text of every line."""
@@ -85,9 +109,22 @@ class Status:
         rows.append(
             (
                 "process",
-                f"{format_bytes(self.process_bytes)} resident, everything included",
+                f"{format_bytes(self.process_bytes)} resident, everything included"
+                + (
+                    f"; {format_bytes(self.pinned_bytes)} page-locked for copies to the device"
+                    if self.pinned_bytes
+                    else ""
+                ),
             )
         )
+        unpacked, packed = self.packed_sizes
+        if packed:
+            rows.append(
+                (
+                    "packed",
+                    f"{format_bytes(unpacked)} take {format_bytes(packed)} on disk, bit for bit ({unpacked / packed:.2f}x)",
+                )
+            )
         for model in self.models:
             rows += [
                 (
@@ -103,6 +140,8 @@ class Status:
                     f"{format_bytes(model.keep_bytes)} for those that are kept instead of computed again",
                 ),
             ]
+            if model.codecs.keys() - {"raw"}:
+                rows.append(("its moments", _describe_moments(model)))
             if model.logits is not None:
                 rows.append(
                     (
@@ -136,6 +175,14 @@ class Status:
                     f"{format_bytes(step.read_bytes)} read, {format_bytes(step.written_bytes)} written",
                 ),
             ]
+            if step.onloaded_bytes:
+                rows.append(
+                    (
+                        "its copies",
+                        f"{format_bytes(step.onloaded_bytes)} to the device, {format_bytes(step.offloaded_bytes)} back, "
+                        f"{format_seconds(step.link_seconds)} beside computing",
+                    )
+                )
         rows.append(("directory", self.directory))
         rows += [("note", note) for note in self.notes]
         return rows
@@ -170,9 +217,34 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         activation_bytes=residency.activation_bytes,
         keep_bytes=residency.keep_bytes,
         logits=model.logits.chunking,
+        moments_bytes=spec.moments_bytes,
+        codecs=_count_codecs(spec),
+        dynamic="dynamic" in model.asked.values(),
         num_split=sum(
             param.numel for pack in spec.packs if pack.split for param in pack.params
         ),
+    )
+
+
+def _count_codecs(spec: ModelSpec) -> dict[str, int]:
+    """Return the parameters that each codec stores, most first."""
+    found: dict[str, int] = {}
+    for pack in spec.packs:
+        for param in pack.params:
+            found[param.codec] = found.get(param.codec, 0) + param.numel
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _describe_moments(model: ModelStatus) -> str:
+    counts = ", ".join(
+        f"{'fp32' if codec == 'raw' else codec} {format_count(numel)}"
+        for codec, numel in model.codecs.items()
+    )
+    chosen = "chosen by error, " if model.dynamic else ""
+    return (
+        f"{chosen}parameters by codec: {counts}; {model.moments_bytes_per_param:.2f} bytes per parameter, "
+        f"{model.moments_ratio:.1f} times smaller than fp32 (embeddings and head 8bit at least, "
+        "vectors and small ones fp32)"
     )
 
 

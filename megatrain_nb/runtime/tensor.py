@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -234,6 +235,7 @@ def _value(tensor: Any) -> Tensor:
     with tensor._source.opened(write=False) as values, torch.no_grad():
         copy = _through(values, tensor._views)
         copy = copy.clone(memory_format=torch.preserve_format)
+        copy = copy.to(_plain(tensor, "device"))
     if torch.is_grad_enabled() and _plain(tensor, "requires_grad"):
         copy.requires_grad_()
         copy.register_hook(_refuse_gradient(tensor._source.name))
@@ -267,8 +269,14 @@ def _in_place(
         raise ModelError(msg)
     rest = pytree.tree_map_only(_Streamed, _value, (args[1:], kwargs))
     with target._source.opened(write=True) as values, torch.no_grad():
+        rest = pytree.tree_map_only(Tensor, partial(_beside, values), rest)
         func(_through(values, target._views), *rest[0], **rest[1])
     return target
+
+
+def _beside(values: Tensor, given: Tensor) -> Tensor:
+    """Bring what a change is made with to where the values are: in RAM, wherever the blocks compute."""
+    return given if given.device == values.device else given.to(values.device)
 
 
 def _each(

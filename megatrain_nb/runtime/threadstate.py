@@ -19,6 +19,8 @@ def get_rng(device: torch.device) -> list[Tensor]:
     states = [torch.get_rng_state()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
+    elif device.type == "mps":
+        states.append(torch.mps.get_rng_state())
     return states
 
 
@@ -27,6 +29,8 @@ def set_rng(device: torch.device, states: list[Tensor]) -> None:
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)
+    elif device.type == "mps":
+        torch.mps.set_rng_state(states[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ class Trainer(transformers.Trainer):
         self._window: list[tuple[nn.Module, Any, Any]] = []
         self._progress = _Progress(self)
         self._references: dict[Path, str] = {}
+        self.session.controls.save_dir = Path(args.output_dir or "megatrain-saved")
         super().__init__(
             model=model, args=args, optimizers=(optimizer, scheduler), **kwargs
         )
@@ -168,7 +169,7 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Collect a micro-batch; with the last one of the window, run forward and backward of all."""
-        self.offloaded.begin_step()
+        self.offloaded.begin_step(stops=False)
         self._window.append((model, inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -271,6 +272,7 @@ class Trainer(transformers.Trainer):
             return super().train(resume, *args, **kwargs)
         finally:
             self._window.clear()
+            self.session.controls.reset()
             for callback in self.session.callbacks:
                 callback.on_train_end()
 
@@ -405,7 +407,7 @@ class Trainer(transformers.Trainer):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         else:
-            super()._run_epoch(*args, **kwargs)
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
@@ -477,6 +479,14 @@ class _Reports(transformers.TrainerCallback):
         self._trainer.session.saved.after_each_step = True
         for callback in self._trainer.session.callbacks:
             callback.on_train_begin(state.max_steps)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        controls = self._trainer.session.controls
+        self._trainer.offloaded.between_steps()
+        if controls.stopping:
+            control.should_training_stop = True
+        if controls.logging_steps is not None:
+            state.logging_steps = controls.logging_steps
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.streamed_optimizer.finish()

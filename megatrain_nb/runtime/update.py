@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from megatrain_nb.codec.base import get
 from megatrain_nb.codec.split import Split
 from megatrain_nb.optim.adamw import Segment, update
+from megatrain_nb.optim.encoded import EncodedSegment, update_encoded
 from megatrain_nb.plan.timeline import Span
+from megatrain_nb.runtime.chooser import Chooser
 from megatrain_nb.runtime.pager import What, states_of
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from megatrain_nb.optim.adamw import UpdateThreads
+    from megatrain_nb.plan.model import PackSpec
     from megatrain_nb.runtime.pager import Pager
     from megatrain_nb.store.host import Slab
 
@@ -52,12 +56,15 @@ class Updates:
     ----------
     seconds
         Time that the kernels have taken so far.
+    chooser
+        Looks at updates whose codecs are dynamic.
     """
 
     def __init__(
         self, pager: Pager, *, threads: UpdateThreads, on_span: Callable[[Span], None]
     ) -> None:
         self.seconds = 0.0
+        self.chooser = Chooser()
         self._pager = pager
         self._threads = threads
         self._on_span = on_span
@@ -150,9 +157,10 @@ class Updates:
         try:
             while due:
                 self._current = due[0]
+                ahead = set(due[0].slabs)
                 self._begin(due[0], patient=True)
                 self.read_ahead(pack)
-                self._apply(due)
+                self._apply(due, ahead)
         finally:
             self._current = None
             self._pager.drop(pack, What.WEIGHTS, dirty=True)
@@ -206,13 +214,18 @@ class Updates:
             tile.slabs[each], tile.reading[each] = read
         return True
 
-    def _apply(self, due: deque[_Tile]) -> None:
-        """Update the first tile; it is due no more."""
+    def _apply(self, due: deque[_Tile], ahead: set[What] | None = None) -> None:
+        """Update the first tile; it is due no more. ``ahead``: what of it was read ahead, if not all."""
         tile, pager = due[0], self._pager
         pack = pager.packs[tile.pack]
         try:
-            for reading in tile.reading.values():
-                pager.wait_for(reading, f"reading tiles of {pack.name}")
+            for what, reading in tile.reading.items():
+                pager.wait_for_tile(
+                    pager.piece(tile.pack, what),
+                    tile.start,
+                    reading,
+                    missed=ahead is not None and what not in ahead,
+                )
         except BaseException:
             self.rest()
             self._give_tile_back(tile)
@@ -221,18 +234,9 @@ class Updates:
         whole = [what for what in streamed if what not in tile.slabs]
         pager.need_all((tile.pack, what) for what in whole)
         arrays = {what: self._array(tile, what) for what in (What.WEIGHTS, *streamed)}
-        weights = arrays[What.WEIGHTS]
         start = time.perf_counter()
         try:
-            update(
-                Split(weights, arrays[What.LOW]) if pack.split else weights,
-                arrays[What.EXP_AVG],
-                arrays[What.EXP_AVG_SQ],
-                arrays[What.GRADS],
-                tile.segments,
-                grad_scale=self._grad_scale,
-                threads=self._threads,
-            )
+            self._update(tile, arrays)
         except BaseException as error:
             pager.broken = (
                 f"the update of {pack.name} failed half-way ({type(error).__name__}: {error}), so the model must "
@@ -261,6 +265,35 @@ class Updates:
             Span(kind="STEP", name=name, start_s=start, end_s=end, lane="update")
         )
 
+    def _update(self, tile: _Tile, arrays: dict[What, Any]) -> None:
+        """Run the kernels; that no gradient is infinite is known from the norm."""
+        pack = self._pager.packs[tile.pack]
+        weights, grads = arrays[What.WEIGHTS], arrays[What.GRADS]
+        param = Split(weights, arrays[What.LOW]) if pack.split else weights
+        if pack.encoded:
+            segments = _encoded_segments(pack, tile, arrays[What.ENCODED])
+            if self.chooser.looking:
+                for segment in segments:
+                    self.chooser.look(segment, param, grads, self._grad_scale)
+            update_encoded(
+                param,
+                grads,
+                segments,
+                grad_scale=self._grad_scale,
+                finite=True,
+                threads=self._threads,
+            )
+        else:
+            moments = arrays[What.EXP_AVG], arrays[What.EXP_AVG_SQ]
+            update(
+                param,
+                *moments,
+                grads,
+                tile.segments,
+                grad_scale=self._grad_scale,
+                threads=self._threads,
+            )
+
     def _has_landed(self, tile: _Tile) -> bool:
         """Whether an update of the tile would not have to wait."""
         if not self._pager.piece(tile.pack, What.WEIGHTS).landed:
@@ -283,8 +316,8 @@ class Updates:
     def _array(self, tile: _Tile, what: What) -> Any:
         slab, piece = tile.slabs.get(what), self._pager.piece(tile.pack, what)
         if slab is not None:
-            return slab.view(piece.dtype, 0, tile.stop - tile.start)
-        return piece.values()[tile.start : tile.stop]
+            return piece.over(slab, tile.start, tile.stop)
+        return piece.part(tile.start, tile.stop)
 
     def _give_way(self) -> bool:
         """Give back the tile that was read ahead and is needed last; False if there is none."""
@@ -311,9 +344,33 @@ class Updates:
 
 def _clip(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
     return [
-        Segment(
-            max(s.start, start) - start, min(s.stop, stop) - start, s.config, s.step
-        )
+        replace(s, start=max(s.start, start) - start, stop=min(s.stop, stop) - start)
         for s in segments
         if s.start < stop and s.stop > start
     ]
+
+
+def _encoded_segments(pack: PackSpec, tile: _Tile, data: Any) -> list[EncodedSegment]:
+    """Return the segments of a tile with their encoded moments."""
+    parts = {
+        part.start - tile.start: part
+        for part in pack.moment_parts(tile.start, tile.stop)
+    }
+    found = []
+    for segment in tile.segments:
+        part = parts[segment.start]
+        assert part.stop - tile.start == segment.stop
+        found.append(
+            EncodedSegment(
+                segment.start,
+                segment.stop,
+                get(part.param.codec),
+                data[part.first_byte : part.first_byte + part.num_bytes],
+                segment.config,
+                segment.step,
+                segment.seed,
+                part.start - part.param.offset,
+                part.param.name,
+            )
+        )
+    return found

@@ -32,12 +32,13 @@ from torch import Tensor, nn
 from megatrain_nb.errors import ModelError
 from megatrain_nb.plan.schedule import Kind
 from megatrain_nb.runtime.call import BlockCall, keep_weights
-from megatrain_nb.runtime.threadstate import ThreadState
+from megatrain_nb.runtime.threadstate import ThreadState, get_rng, set_rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from megatrain_nb.runtime.executor import Bound, Executor
+    from megatrain_nb.runtime.bound import Bound
+    from megatrain_nb.runtime.executor import Executor
     from megatrain_nb.runtime.fuse import FusedCall, Fusing
     from megatrain_nb.runtime.layers import Block
 
@@ -195,11 +196,13 @@ class Window:
     def _resume(self, batch: MicroBatch, value: Any) -> None:
         """Let a micro-batch run to its next border or to its end."""
         batch.state.restore(self._device)
+        moment = self._executor.device.begin()
         result = (
             batch.greenlet.switch()
             if not batch.greenlet
             else batch.greenlet.switch(value)
         )
+        self._executor.device.since(moment)
         batch.state = ThreadState.current(self._device)
         if self._attributes is not None:
             self._attributes.check(batch.index)
@@ -379,10 +382,13 @@ def _streams(
     if count > 1:
         generator = torch.Generator().manual_seed(_mix(int(caller.rng[0].sum()), step))
         seeds = torch.randint(2**62, (count - 1,), generator=generator).tolist()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        before = get_rng(device)
+        try:
             for seed in seeds:
                 torch.manual_seed(seed)
                 states.append(ThreadState.current(device))
+        finally:
+            set_rng(device, before)
     return states
 
 

@@ -53,9 +53,11 @@ class IoRecord:
     ----------
     op
         ``READ`` or ``WRITE``.
+    nbytes
+        What the disk moved: of a packed tile its packed length.
     start_s, end_s
-        ``time.perf_counter()`` seconds of the transfer alone, without the time in the
-        queue, the wait for space and the checksum.
+        ``time.perf_counter()`` seconds of the transfer, without the time in the queue, the
+        wait for space and the checksum. Packing and unpacking are part of it.
     """
 
     op: str
@@ -71,7 +73,11 @@ class Store(Protocol):
     def put(
         self, key: str, data: NDArray[np.uint8], *, codec: str = "raw"
     ) -> Future[None]:
-        """Store the bytes of `data` under `key`, as a new version."""
+        """Store the bytes of `data` under `key`, as a new version.
+
+        ``codec`` is kept with them. A store may pack what is put with one of
+        `megatrain_nb.codec.lossless`; a get gives the very bytes that were put.
+        """
         ...
 
     def get_into(self, key: str, out: NDArray[np.uint8]) -> Future[None]:

@@ -34,6 +34,7 @@ FOLDER_NAME = "checkpoints"
 _VERSION = 1
 _MANIFEST, _STATE, _TENSORS = "manifest.json", "state.json", "tensors.safetensors"
 _CHECKSUMS = "checksums"
+PROBE_NAME = re.compile(r"\.megatrain-probe-\d+")
 FILE_NAMES = frozenset((_MANIFEST, _STATE, _TENSORS, _CHECKSUMS))
 _MAX_FILE_BYTES = 2**30
 _MAX_NAME = 1000
@@ -218,7 +219,12 @@ def read_checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def sweep(directory: Path) -> None:
-    """Delete what a crash left of checkpoints that were being written or deleted."""
+    """Delete what a crash left of checkpoints that were being written or deleted, and of probes."""
+    for name in _entries(directory):
+        if PROBE_NAME.fullmatch(
+            name
+        ):  # of a process that was killed while it tried the directory
+            (directory / name).unlink(missing_ok=True)
     parent = directory / FOLDER_NAME
     for name in _entries(parent):
         if re.fullmatch(r"\.(new|gone)-\d{6,18}", name):

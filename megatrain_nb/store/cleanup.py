@@ -11,13 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain_nb.errors import ArgumentError, StoreError
-from megatrain_nb.store.checkpoint import FILE_NAMES, FOLDER_NAME, read_checkpoints
+from megatrain_nb.store.checkpoint import (
+    FILE_NAMES,
+    FOLDER_NAME,
+    PROBE_NAME,
+    read_checkpoints,
+)
 from megatrain_nb.store.disk import DATA_NAME
 from megatrain_nb.store.owner import LOCK_NAME, OwnerLock
 from megatrain_nb.units import format_bytes
 
 _OURS = re.compile(r"(\.(new|gone)-)?\d{6,18}")
-_PROBE = re.compile(r"\.megatrain-probe-\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +99,7 @@ def cleanup(
         held = [] if checkpoints else read_checkpoints(directory)
         kept = {each.folder for each in held}
         going = [path for path in ours if path not in kept]
-        going += [x for x in directory.iterdir() if _PROBE.fullmatch(x.name)]
+        going += [x for x in directory.iterdir() if PROBE_NAME.fullmatch(x.name)]
         data = directory / DATA_NAME
         # Only beside a lock or checkpoints of ours is a file of this name taken for ours.
         if not kept and (was_owned or ours) and _is_file(data):

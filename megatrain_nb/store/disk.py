@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from megatrain_nb.codec.lossless.chunks import ITEM_BYTES, DamagedError
 from megatrain_nb.errors import ArgumentError, ChecksumError, StoreError
 from megatrain_nb.store.base import IoRecord
 from megatrain_nb.store.lanes import Lanes
 from megatrain_nb.store.manifest import Manifest, Tile, extent_bytes
+from megatrain_nb.store.packing import STAGING_BYTES, Packing
 from megatrain_nb.store.rate import RateMeter
 from megatrain_nb.store.space import Space
 from megatrain_nb.store.tilefile import TileFile
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from megatrain_nb.store.host import HostPool, Slab
+    from megatrain_nb.store.manifest import Parts
 
 DATA_NAME = "tiles.bin"
 _CLOSE_TIMEOUT_S = 30.0
@@ -48,9 +55,17 @@ class DiskStore:
     pinned
         Go on with the file in `directory`, these manifests pinned; what none of them
         names is free space.
+    staging
+        Where packed tiles pass through; None: tiles cannot be packed. `STAGING_BYTES` for
+        each thread are taken at once and given back by `close`.
 
     Notes
     -----
+    Tiles that are put with a codec of `megatrain_nb.codec.lossless` are packed by the I/O
+    threads. ``nbytes`` stays what was put; ``packed_bytes`` of the manifest, the checksum
+    and all counters are of what is on disk. Where packing saves no page the tile is stored
+    as it is, so a tile never takes more than its own length.
+
     A put goes to free space and then replaces the index entry. The bytes of the old
     version become free space when its last holder lets go: the index, gets that are
     reading it, and pinned manifests each hold it.
@@ -65,6 +80,7 @@ class DiskStore:
         direct: bool = True,
         on_io: Callable[[IoRecord], None] | None = None,
         pinned: Sequence[Manifest] = (),
+        staging: HostPool | None = None,
     ) -> None:
         self.directory = directory
         self.path = directory / DATA_NAME
@@ -81,12 +97,16 @@ class DiskStore:
         self._files = threading.Lock()  # one sync or close at a time
         tiles = [tile for manifest in pinned for tile in manifest.tiles.values()]
         self._generation = max((tile.generation for tile in tiles), default=0)
-        self._file = TileFile(self.path, direct=direct, create=not pinned)
-        try:
+        self._staging = staging
+        self._slabs: list[Slab] = []
+        self._packings: SimpleQueue[Packing] = SimpleQueue()
+        with ExitStack() as undo:
+            undo.callback(self._give_staging)
+            self._take_staging(num_threads)
+            self._file = TileFile(self.path, direct=direct, create=not pinned)
+            undo.callback(self._file.close)
             self._space = Space(self._file, max_bytes, tiles)
-        except BaseException:
-            self._file.close()
-            raise
+            undo.pop_all()
         self._lanes = Lanes(num_threads, "megatrain-io")
 
     def __repr__(self) -> str:
@@ -100,6 +120,8 @@ class DiskStore:
 
         Raises
         ------
+        ArgumentError
+            At the call: a codec that packs, and this store has no staging for it.
         BudgetError
             From the future: no room within `max_bytes`; the old version is in place.
         StoreError
@@ -107,6 +129,7 @@ class DiskStore:
             version is in place.
         """
         _check_array(data, key, writeable=False)
+        self._check_packing(codec)
         with self._space.changed:
             self._check_open()
             self._generation += 1
@@ -132,14 +155,17 @@ class DiskStore:
             self._check_open()
             if of is not None:
                 self._check_pinned(of)
-            _check_length(key, self._tile(key, of), out)
+            tile = self._tile(key, of)
+            _check_length(key, tile, out)
+            if tile.packed:
+                self._check_packing(tile.codec)
             return self._lanes.submit(partial(self._read, key, out, of), write=False)
 
     def delete(self, key: str) -> None:
         """Forget the tile; puts of it that are still queued are void."""
         with self._space.changed:
             self._check_open()
-            self._space.drop(self._tile(key))
+            self._space.drop(self._tile(key).parts)
             del self._index[key]
             self._generation += 1
             if self._num_puts:
@@ -161,6 +187,17 @@ class DiskStore:
         with self._space.changed:
             self._check_open()
             return self._tile(key).codec
+
+    def packed_sizes(self) -> tuple[int, int]:
+        """Return the bytes of all tiles put with a codec that packs: as put, and on disk."""
+        with self._space.changed:
+            tiles = [tile for tile in self._index.values() if tile.codec in ITEM_BYTES]
+        return sum(t.nbytes for t in tiles), sum(t.packed_bytes for t in tiles)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory that packing takes as long as the store is open."""
+        return sum(slab.nbytes for slab in self._slabs)
 
     def keys(self) -> list[str]:
         """Return the keys, sorted."""
@@ -204,7 +241,7 @@ class DiskStore:
             manifest = Manifest({name: self._tile(key) for name, key in keys.items()})
             self._pins.add(manifest)
             for tile in manifest.tiles.values():
-                self._space.hold(tile)
+                self._space.hold(tile.parts)
             return manifest
 
     def unpin(self, manifest: Manifest) -> None:
@@ -214,7 +251,7 @@ class DiskStore:
             self._check_pinned(manifest)
             self._pins.remove(manifest)
             for tile in manifest.tiles.values():
-                self._space.drop(tile)
+                self._space.drop(tile.parts)
             self._space.give_back()
 
     def restore(self, manifest: Manifest, keys: Mapping[str, str]) -> None:
@@ -230,10 +267,15 @@ class DiskStore:
             self._check_pinned(manifest)
             tiles = {key: self._tile(name, manifest) for key, name in keys.items()}
             for key, tile in tiles.items():
-                self._space.hold(tile)
+                self._space.hold(tile.parts)
                 if key in self._index:
-                    self._space.drop(self._index[key])
+                    self._space.drop(self._index[key].parts)
                 self._index[key] = tile
+
+    def check_readable(self, manifest: Manifest) -> None:
+        """Raise ArgumentError if tiles of a manifest are packed, and this store has no staging for it."""
+        for codec in {tile.codec for tile in manifest.tiles.values() if tile.packed}:
+            self._check_packing(codec)
 
     def sync(self) -> None:
         """Return when the medium has every tile whose put is done."""
@@ -269,12 +311,13 @@ class DiskStore:
         if left:
             raise StoreError(self._why_not_closed(f"{left} transfers have"))
         self._lanes.shutdown()
+        self._give_staging()
         self._closed = True
         try:
             if self._pins:
                 with self._space.changed:
                     while self._index:
-                        self._space.drop(self._index.popitem()[1])
+                        self._space.drop(self._index.popitem()[1].parts)
                     self._space.give_back(all_of_it=True)
         finally:
             self._file.close()
@@ -291,53 +334,139 @@ class DiskStore:
                 self._check_pinned(of)
             tile = self._tile(key, of)
             _check_length(key, tile, out)
-            self._space.hold(tile)
+            self._space.hold(tile.parts)
             self._space.num_transfers += 1
         try:
             start_s = time.perf_counter()
-            with self.rate.moving(tile.nbytes):
-                self._file.read(tile.offset, out)
+            try:
+                found = self._move_in(tile, out)
+            except DamagedError as error:
+                raise ChecksumError(self._why_damaged(key, tile, str(error))) from error
             end_s = time.perf_counter()
-            found = _checksum(out)
+            if found is None:
+                found = _checksum(out)
             if found != tile.checksum:
-                msg = (
-                    f"tile {key!r} ({tile.nbytes} bytes at offset {tile.offset} of "
-                    f"{self.path}) is damaged: checksum stored {tile.checksum:016x}, "
-                    f"computed {found:016x}. Do not use this disk or its file until it "
-                    "has been checked; go back to a checkpoint elsewhere"
-                )
-                raise ChecksumError(msg)
+                what = f"checksum stored {tile.checksum:016x}, computed {found:016x}"
+                raise ChecksumError(self._why_damaged(key, tile, what))
         finally:
             with self._space.changed:
-                self._space.drop(tile)
+                self._space.drop(tile.parts)
                 self._space.num_transfers -= 1
-        self._done("READ", key, tile.nbytes, start_s, end_s)
+        self._done("READ", key, tile.packed_bytes, start_s, end_s)
 
     def _write(
         self, key: str, data: NDArray[np.uint8], codec: str, generation: int
     ) -> None:
-        tile: Tile | None = None
+        parts: Parts = ()
         try:
-            checksum = _checksum(data)
+            checksum = None if codec in ITEM_BYTES else _checksum(data)
             with self._space.changed:
-                offset = self._space.allocate(key, data.nbytes)
-                tile = Tile(offset, data.nbytes, codec, checksum, generation)
+                parts = self._space.allocate(key, data.nbytes)
                 self._space.num_transfers += 1
             start_s = time.perf_counter()
-            with self.rate.moving(data.nbytes):
-                self._file.write(offset, data)
+            packed = self._move_out_packed(parts, data, codec)
+            if packed is None:
+                if checksum is None:
+                    checksum = _checksum(data)
+                packed = data.nbytes, checksum
+                with self.rate.moving(data.nbytes):
+                    self._move(self._file.write, parts, 0, data)
             end_s = time.perf_counter()
             with self._space.changed:
+                parts = self._space.cut(parts, packed[0])
+                tile = Tile(parts, data.nbytes, packed[0], codec, packed[1], generation)
                 self._flip(key, tile)
         finally:
             with self._space.changed:
                 self._num_puts -= 1
                 if not self._num_puts:
                     self._deleted.clear()
-                if tile is not None:
-                    self._space.drop(tile)
+                if parts:
+                    self._space.drop(parts)
                     self._space.num_transfers -= 1
-        self._done("WRITE", key, data.nbytes, start_s, end_s)
+        self._done("WRITE", key, packed[0], start_s, end_s)
+
+    def _move_in(self, tile: Tile, out: NDArray[np.uint8]) -> int | None:
+        """Fill `out`; returns the checksum of a packed tile."""
+        if not tile.packed:
+            with self.rate.moving(tile.nbytes):
+                self._move(self._file.read, tile.parts, 0, out)
+            return None
+
+        def read(at: int, pages: NDArray[np.uint8]) -> None:
+            with self.rate.moving(pages.nbytes):
+                self._move(self._file.read, tile.parts, at, pages)
+
+        with self._packing() as packing:
+            return packing.read(tile.packed_bytes, ITEM_BYTES[tile.codec], out, read)
+
+    def _move_out_packed(
+        self, parts: Parts, data: NDArray[np.uint8], codec: str
+    ) -> tuple[int, int] | None:
+        """Write `data` packed; returns length and checksum, None where that is no use."""
+        if codec not in ITEM_BYTES:
+            return None
+
+        def write(at: int, pages: NDArray[np.uint8]) -> None:
+            with self.rate.moving(pages.nbytes):
+                self._move(self._file.write, parts, at, pages)
+
+        with self._packing() as packing:
+            return packing.write(data, ITEM_BYTES[codec], write)
+
+    @staticmethod
+    def _move(
+        transfer: Callable[[int, NDArray[np.uint8]], None],
+        parts: Parts,
+        at: int,
+        array: NDArray[np.uint8],
+    ) -> None:
+        """Transfer `array` as the bytes from `at` on of a tile that lies in these ranges."""
+        array, begin, moved = array.reshape(-1), 0, 0
+        for offset, length in parts:
+            skip = max(at + moved - begin, 0)
+            count = min(length - skip, array.nbytes - moved)
+            if count > 0:
+                transfer(offset + skip, array[moved : moved + count])
+                moved += count
+            begin += length
+
+    @contextmanager
+    def _packing(self) -> Iterator[Packing]:
+        """Borrow the buffers of one thread; there are as many as threads."""
+        packing = self._packings.get_nowait()
+        try:
+            yield packing
+        finally:
+            self._packings.put(packing)
+
+    def _take_staging(self, count: int) -> None:
+        for _ in range(count if self._staging else 0):
+            assert self._staging is not None
+            slab = self._staging.take(STAGING_BYTES, what="packing")
+            self._slabs.append(slab)
+            self._packings.put(Packing(slab.array[:STAGING_BYTES]))
+
+    def _give_staging(self) -> None:
+        slabs, self._slabs = self._slabs, []
+        self._packings = SimpleQueue()
+        for slab in slabs:
+            assert self._staging is not None
+            self._staging.give(slab)
+
+    def _check_packing(self, codec: str) -> None:
+        if codec in ITEM_BYTES and self._staging is None:
+            msg = (
+                f"codec={codec!r} packs tiles: open the store with staging=, a HostPool"
+            )
+            raise ArgumentError(msg)
+
+    def _why_damaged(self, key: str, tile: Tile, what: str) -> str:
+        return (
+            f"tile {key!r} ({tile.packed_bytes} bytes at offset {tile.offset} of "
+            f"{self.path}) is damaged: {what}. Do not use this disk or its file until it "
+            "has been checked; go back to a checkpoint elsewhere"
+        )
 
     def _flip(self, key: str, tile: Tile) -> None:
         """Make `tile` the version of `key`, unless a newer one or a delete came first."""
@@ -345,10 +474,10 @@ class DiskStore:
         newest = max(old.generation if old else 0, self._deleted.get(key, 0))
         if newest > tile.generation:
             return
-        self._space.hold(tile)
+        self._space.hold(tile.parts)
         self._index[key] = tile
         if old:
-            self._space.drop(old)
+            self._space.drop(old.parts)
 
     def _done(
         self, op: str, key: str, nbytes: int, start_s: float, end_s: float

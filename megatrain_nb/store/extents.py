@@ -6,6 +6,9 @@ from bisect import bisect_left
 
 from megatrain_nb.store.base import round_up
 
+KEEP_BYTES = 64 << 20
+"""Free space that is not worth giving back: it is needed again soon."""
+
 
 class Extents:
     """Allocate ranges of a file in units of 4096 bytes; does no I/O itself.
@@ -18,7 +21,7 @@ class Extents:
     Notes
     -----
     Not thread-safe: the owner locks. Linear in the number of holes, which copy on write
-    of equal tiles keeps to a handful.
+    of equal tiles keeps to a handful, and of packed ones to about as many as tiles.
     """
 
     used_bytes: int
@@ -61,6 +64,58 @@ class Extents:
             return None
         self.used_bytes += size
         return offset
+
+    def allocate_parts(self, nbytes: int) -> tuple[tuple[int, int], ...] | None:
+        """Return (offset, length) of free ranges, `nbytes` in whole units together, or None.
+
+        One range where there is one; the end of the file, as long as at most a fifth of
+        it and `KEEP_BYTES` are holes; else the largest holes. So lengths that change
+        from version to version neither fail for want of one range nor let the file grow
+        without end.
+
+        Examples
+        --------
+        >>> extents = Extents(max_bytes=4 * 4096)
+        >>> first, kept, last = (extents.allocate(4096) for _ in range(3))
+        >>> extents.free(first, 4096)
+        >>> extents.allocate_parts(8192)
+        ((0, 4096), (12288, 4096))
+        """
+        size = round_up(max(nbytes, 1))
+        whole = size <= self.largest_free_bytes or self._may_grow(size)
+        offset = self.allocate(size) if whole else None
+        if offset is not None:
+            return ((offset, size),)
+        parts, left = list[tuple[int, int]](), size
+        for hole_offset, hole in sorted(self._holes, key=lambda hole: -hole[1]):
+            part = min(hole, left)
+            if part:
+                parts.append((hole_offset, part))
+            left -= part
+        limit = self.max_bytes
+        if left and limit is not None and self.end_bytes + left > limit:
+            return None
+        if left:
+            parts.append((self.end_bytes, left))
+        for start, length in parts:
+            self._take(start, length)
+        return tuple(parts)
+
+    def _may_grow(self, size: int) -> bool:
+        end = self.end_bytes + size
+        allowed = self.used_bytes + size
+        return end <= allowed + allowed // 4 + KEEP_BYTES
+
+    def _take(self, offset: int, size: int) -> None:
+        """Allocate the beginning of a hole, or of what is behind the end."""
+        at = bisect_left(self._holes, (offset, 0))
+        if offset == self.end_bytes:
+            self.end_bytes += size
+        elif self._holes[at][1] == size:
+            del self._holes[at]
+        else:
+            self._holes[at] = (offset + size, self._holes[at][1] - size)
+        self.used_bytes += size
 
     def free(self, offset: int, nbytes: int) -> None:
         """Give a range back; what is not allocated is an error.

@@ -10,7 +10,7 @@ import mmap
 import threading
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -45,6 +45,16 @@ def map_pages(nbytes: int) -> mmap.mmap:
     return pages
 
 
+class PageLock(Protocol):
+    """Keeps mappings in RAM, so that a device can copy from them and to them by itself."""
+
+    def register(self, address: int, nbytes: int) -> bool:
+        """Lock a mapping; False where the system refuses."""
+
+    def unregister(self, address: int) -> None:
+        """Undo it."""
+
+
 class Slab:
     """A piece of page-aligned memory taken from a `HostPool`.
 
@@ -56,7 +66,7 @@ class Slab:
         What it was taken for; the pool accounts by this name.
     """
 
-    __slots__ = ("_array", "_pages", "_state", "nbytes", "what")
+    __slots__ = ("_array", "_lock", "_pages", "_state", "nbytes", "what")
 
     def __init__(self, nbytes: int, what: str) -> None:
         self.nbytes = nbytes
@@ -64,9 +74,20 @@ class Slab:
         self._state = _TAKEN
         self._pages: mmap.mmap | None = map_pages(nbytes)
         self._array: NDArray[np.uint8] = np.frombuffer(self._pages, dtype=np.uint8)
+        self._lock: PageLock | None = None
 
     def __repr__(self) -> str:
         return f"<Slab {self.what!r} {format_bytes(self.nbytes)} {self._state}>"
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is page-locked."""
+        return self._lock is not None
+
+    def _pin(self, lock: PageLock) -> bool:
+        if lock.register(self._array.ctypes.data, self.nbytes):
+            self._lock = lock
+        return self.pinned
 
     @property
     def array(self) -> NDArray[np.uint8]:
@@ -88,6 +109,9 @@ class Slab:
 
     def _unmap(self, *, discard: bool) -> None:
         """Let go of the memory; `discard` returns it even while views are alive."""
+        if self._lock is not None:  # before the mapping goes
+            self._lock.unregister(self._array.ctypes.data)
+            self._lock = None
         pages, self._pages, self._state = self._pages, None, _GONE
         self._array = np.empty(0, np.uint8)
         if pages is None:
@@ -111,6 +135,11 @@ class HostPool:
     poison
         Fill slabs with 0xFF (NaN as float32) when they come back, so that use after
         give shows. For tests: it costs a pass over the memory.
+    page_lock
+        Page-locks slabs when they are first taken for one of ``locked``; None for no page-locking. Where that
+        fails they are used as they are.
+    locked
+        What slabs are taken for that a device copies from and to.
 
     Notes
     -----
@@ -118,7 +147,17 @@ class HostPool:
     what was there before.
     """
 
-    def __init__(self, limit_bytes: int, *, poison: bool = False) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        poison: bool = False,
+        page_lock: PageLock | None = None,
+        locked: frozenset[str] = frozenset(),
+    ) -> None:
+        self._page_lock = page_lock
+        self._locked = locked
+        self._pinned_bytes = 0
         self._limit_bytes = limit_bytes
         self._poison = poison
         self._lock = threading.Lock()
@@ -161,6 +200,11 @@ class HostPool:
     def peak_bytes(self) -> int:
         """Most bytes ever mapped."""
         return self._peak_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of slabs that are page-locked."""
+        return self._pinned_bytes
 
     def in_use_by_what(self) -> dict[str, int]:
         """Return the bytes taken, by what they were taken for, largest first."""
@@ -231,7 +275,7 @@ class HostPool:
             self._closed = True
             self._unmap_free(self._free_bytes)
             for slab in self._taken:
-                slab._unmap(discard=False)
+                self._unmap(slab, discard=False)
             self._taken.clear()
             self._in_use_bytes = 0
 
@@ -240,9 +284,14 @@ class HostPool:
             msg = f"no memory for {what}: the pool is closed"
             raise SessionError(msg)
         size = round_up(max(nbytes, 1))
+        pin = self._page_lock is not None and what in self._locked
         reusable = self._free.get(size)
         if reusable:
-            slab = reusable.pop()
+            # The last one that is page-locked, or is not, as it is wanted; else the last one.
+            suits = (
+                i for i in reversed(range(len(reusable))) if reusable[i].pinned == pin
+            )
+            slab = reusable.pop(next(suits, -1))
             self._free_bytes -= size
             slab.what, slab._state = what, _TAKEN
         else:
@@ -251,6 +300,9 @@ class HostPool:
             excess = self._in_use_bytes + self._free_bytes + size - self._limit_bytes
             self._unmap_free(excess)
             slab = self._map(size, what)
+        if pin and not slab.pinned:
+            assert self._page_lock is not None
+            self._pinned_bytes += size * slab._pin(self._page_lock)
         self._taken.add(slab)
         self._in_use_bytes += size
         self._peak_bytes = max(self._peak_bytes, self._in_use_bytes + self._free_bytes)
@@ -274,9 +326,13 @@ class HostPool:
             sizes = [size for size, slabs in self._free.items() if slabs]
             enough = [size for size in sizes if size >= nbytes]
             size = min(enough) if enough else max(sizes)
-            self._free[size].pop()._unmap(discard=True)
+            self._unmap(self._free[size].pop(), discard=True)
             self._free_bytes -= size
             nbytes -= size
+
+    def _unmap(self, slab: Slab, *, discard: bool) -> None:
+        self._pinned_bytes -= slab.nbytes * slab.pinned
+        slab._unmap(discard=discard)
 
     def _by_what(self) -> dict[str, int]:
         counts: Counter[str] = Counter()

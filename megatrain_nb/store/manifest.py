@@ -12,7 +12,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _MAX_TEXT = 500
-_LIMITS = {"offset": 2**60, "nbytes": 2**40, "checksum": 2**64, "generation": 2**63}
+_MAX_PARTS = 2**16
+_MAX_OFFSET = 2**60
+_LIMITS = {
+    "nbytes": 2**40,
+    "packed_bytes": 2**40,
+    "checksum": 2**64,
+    "generation": 2**63,
+}
+
+Parts = tuple[tuple[int, int], ...]
+"""Ranges of the data file that together are one tile: offset and length of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,26 +31,41 @@ class Tile:
 
     Attributes
     ----------
-    offset, nbytes
-        Where it lies in the data file.
+    parts
+        Where it lies in the data file: offset and length of each range, whole pages.
+    nbytes
+        Its length as it was put.
+    packed_bytes
+        Its length on disk; less than ``nbytes`` where it is packed, and only there.
     codec
         Name of the codec that made the bytes.
     checksum
-        xxh3_64 of the bytes.
+        xxh3_64 of the bytes on disk.
     generation
         Counts the puts of the store: of two versions the newer has the larger one.
     """
 
-    offset: int
+    parts: Parts
     nbytes: int
+    packed_bytes: int
     codec: str
     checksum: int
     generation: int
 
     @property
+    def offset(self) -> int:
+        """Where it begins in the data file."""
+        return self.parts[0][0]
+
+    @property
     def extent_bytes(self) -> int:
         """Bytes the tile occupies on disk."""
-        return round_up(max(self.nbytes, 1))
+        return sum(length for _, length in self.parts)
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is shorter on disk."""
+        return self.packed_bytes < self.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,19 +113,46 @@ def _key(key: Any) -> str:
 
 
 def _tile(key: str, fields: Any) -> Tile:
-    if not isinstance(fields, dict) or fields.keys() != {*_LIMITS, "codec"}:
-        msg = f"tile {key!r} has other fields than {', '.join(_LIMITS)}, codec"
+    if not isinstance(fields, dict) or fields.keys() != {*_LIMITS, "codec", "parts"}:
+        msg = f"tile {key!r} has other fields than parts, {', '.join(_LIMITS)}, codec"
         raise ValueError(msg)
     for name, limit in _LIMITS.items():
-        value = fields[name]
-        if type(value) is not int or not 0 <= value < limit:
-            msg = f"tile {key!r} has {name} {str(value)[:80]}"
+        if not _is_count(fields[name], limit):
+            msg = f"tile {key!r} has {name} {str(fields[name])[:80]}"
             raise ValueError(msg)
     codec = fields["codec"]
     if not isinstance(codec, str) or len(codec) > _MAX_TEXT:
         msg = f"tile {key!r} has a codec that is not a name"
         raise ValueError(msg)
-    if fields["offset"] % ALIGN_BYTES:
-        msg = f"tile {key!r} lies at {fields['offset']}, not on a page"
+    parts = _parts(key, fields["parts"])
+    packed_bytes = fields["packed_bytes"]
+    if packed_bytes > fields["nbytes"] or (
+        sum(length for _, length in parts) != round_up(max(packed_bytes, 1))
+    ):
+        msg = f"tile {key!r} does not fit its place"
         raise ValueError(msg)
-    return Tile(**fields)
+    return Tile(**(fields | {"parts": parts}))
+
+
+def _parts(key: str, parts: Any) -> Parts:
+    """Return the ranges of a tile: whole pages, at least one, none twice."""
+    if not isinstance(parts, list) or not 0 < len(parts) <= _MAX_PARTS:
+        msg = f"tile {key!r} has no place"
+        raise ValueError(msg)
+    for part in parts:
+        if not isinstance(part, list) or len(part) != 2:
+            msg = f"tile {key!r} has a place that is not a range"
+            raise ValueError(msg)
+        for value in part:
+            if not _is_count(value, _MAX_OFFSET) or value % ALIGN_BYTES:
+                msg = f"tile {key!r} lies at {str(value)[:80]}, not on a page"
+                raise ValueError(msg)
+    ranges = tuple((offset, length) for offset, length in parts)
+    if not all(length for _, length in ranges):
+        msg = f"tile {key!r} has an empty range"
+        raise ValueError(msg)
+    return ranges
+
+
+def _is_count(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit

@@ -66,8 +66,9 @@ class OwnerLock:
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(self._owner).encode(), 0)
+        # Never empty in between: an empty file would not say that somebody died here.
+        os.pwrite(self._fd, json.dumps(self._owner).encode().ljust(_NOTE_BYTES), 0)
+        os.ftruncate(self._fd, _NOTE_BYTES)
 
     def note_step(self, step: int) -> None:
         """Note how far the work is, for whoever takes over if this process dies."""

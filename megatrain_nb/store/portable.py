@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatrain_nb.codec.lossless.chunks import ITEM_BYTES
 from megatrain_nb.errors import ArgumentError, BudgetError, StoreError
 from megatrain_nb.store.base import round_up, wait
 from megatrain_nb.store.checkpoint import (
@@ -129,7 +130,9 @@ def _copy_tiles(manifest: Manifest, source: DiskStore, target: DiskStore) -> Man
             _land(writing[turn % 2], name)
             part = pages[turn % 2][: tile.nbytes]
             _land(source.get_into(name, part, of=manifest), name)
-            writing[turn % 2] = target.put(f"copy/{name}", part, codec=tile.codec)
+            # Packing is a store's own business: what arrives here is whole.
+            codec = "raw" if tile.codec in ITEM_BYTES else tile.codec
+            writing[turn % 2] = target.put(f"copy/{name}", part, codec=codec)
             keys[name] = f"copy/{name}"
         for write in writing:
             _land(write, "the last tiles")

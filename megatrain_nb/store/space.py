@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import BudgetError, StoreError
 from megatrain_nb.store.base import round_up
-from megatrain_nb.store.extents import Extents
+from megatrain_nb.store.extents import KEEP_BYTES, Extents
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from megatrain_nb.store.manifest import Tile
+    from megatrain_nb.store.manifest import Parts, Tile
     from megatrain_nb.store.tilefile import TileFile
 
 _TIMEOUT_S = 30.0
-_KEEP_BYTES = 64 << 20
 
 
 class Space:
@@ -52,8 +51,8 @@ class Space:
         """Bytes of the file that somebody holds."""
         return self._extents.used_bytes
 
-    def allocate(self, key: str, nbytes: int) -> int:
-        """Return the offset of free space, held once.
+    def allocate(self, key: str, nbytes: int) -> Parts:
+        """Return ranges of free space, held once.
 
         Notes
         -----
@@ -70,39 +69,57 @@ class Space:
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
-            offset = self._extents.allocate(nbytes)
-            if offset is not None:
+            parts = self._extents.allocate_parts(nbytes)
+            if parts is not None:
                 try:
                     self._file.grow(self._extents.end_bytes, self._max_bytes)
                     break
                 except StoreError:
-                    self._extents.free(offset, nbytes)
+                    self._free(parts)
                     if not self._wait_for_a_transfer(deadline):
                         raise
             elif not self._wait_for_a_transfer(deadline):
                 raise BudgetError(self._why_no_room(key, nbytes))
         self.peak_bytes = max(self.peak_bytes, self._file.size_bytes)
-        self._holds[offset] += 1
-        return offset
+        self._holds[parts[0][0]] += 1
+        return parts
 
-    def hold(self, tile: Tile) -> None:
+    def hold(self, parts: Parts) -> None:
         """Keep the bytes of a tile that is held already."""
-        self._holds[tile.offset] += 1
+        self._holds[parts[0][0]] += 1
 
-    def drop(self, tile: Tile) -> None:
+    def drop(self, parts: Parts) -> None:
         """Give up one hold."""
-        self._holds[tile.offset] -= 1
-        if not self._holds[tile.offset]:
-            del self._holds[tile.offset]
-            self._extents.free(tile.offset, tile.extent_bytes)
+        first = parts[0][0]
+        self._holds[first] -= 1
+        if not self._holds[first]:
+            del self._holds[first]
+            self._free(parts)
         self.changed.notify_all()
+
+    def cut(self, parts: Parts, nbytes: int) -> Parts:
+        """Free what is behind the first `nbytes` of ranges that only the caller holds."""
+        kept, left = list[tuple[int, int]](), round_up(max(nbytes, 1))
+        for offset, length in parts:
+            used = min(length, left)
+            left -= used
+            if used:
+                kept.append((offset, used))
+            if used < length:
+                self._extents.free(offset + used, length - used)
+        self.changed.notify_all()
+        return tuple(kept)
 
     def give_back(self, *, all_of_it: bool = False) -> None:
         """Return a large free end to the disk; a small one is needed again soon."""
         end_bytes = self._extents.end_bytes
-        spare = 0 if all_of_it else end_bytes // 4 + _KEEP_BYTES
+        spare = 0 if all_of_it else end_bytes // 4 + KEEP_BYTES
         if self._file.size_bytes > end_bytes + spare:
             self._file.shrink(end_bytes)
+
+    def _free(self, parts: Parts) -> None:
+        for offset, length in parts:
+            self._extents.free(offset, length)
 
     def _wait_for_a_transfer(self, deadline: float) -> bool:
         left_s = deadline - time.monotonic()
@@ -111,9 +128,12 @@ class Space:
     def _take_over(self, tiles: list[Tile]) -> None:
         """Hold the tiles of all pinned manifests; the rest of the file is free space."""
         path = self._file.path
-        shared = {(tile.offset, tile.extent_bytes) for tile in tiles}
         try:
-            self._extents.reserve(sorted(shared))
+            # Tiles share all of their ranges or none: a range of two different tiles overlaps.
+            ranges = [
+                part for parts in {tile.parts for tile in tiles} for part in parts
+            ]
+            self._extents.reserve(sorted(ranges))
         except ValueError as error:
             msg = f"the checkpoints do not fit {path}: {error}"
             raise StoreError(msg) from error
@@ -131,13 +151,11 @@ class Space:
         self._file.shrink(end_bytes)
 
     def _why_no_room(self, key: str, nbytes: int) -> str:
-        limit, extents = self._max_bytes or 0, self._extents
-        piece = max(extents.largest_free_bytes, limit - extents.end_bytes)
+        limit = self._max_bytes or 0
         return (
             f"tile {key!r} needs {format_bytes(round_up(nbytes))} on disk; of the budget "
             f"of {format_bytes(limit)} {format_bytes(self.used_bytes)} are used, "
-            f"{format_bytes(limit - self.used_bytes)} are left (largest piece "
-            f"{format_bytes(piece)}); the disk itself has "
+            f"{format_bytes(limit - self.used_bytes)} are left; the disk itself has "
             f"{format_bytes(self._file.free_bytes)} free. Raise max_disk_gb; a "
             "replaced tile is freed only after its successor is written"
         )

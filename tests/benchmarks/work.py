@@ -1,7 +1,7 @@
 """The work of the benchmarks: a Llama of 120 M parameters, stepped on command.
 
-Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk] [fuse]``,
-each with ``--bf16`` where it is not fp32 and ``--window BATCHxLENGTHxCOUNT`` where it is not 2x256x2; every
+Run as ``python -m tests.benchmarks.work plain [--no-checkpointing]`` or ``... offload DIR MAX_RAM_GB [disk] [fuse]
+[CODEC]`` (of Adam's moments: 8bit, 4bit, 3bit, 2bit, dynamic), each with ``--bf16`` where it is not fp32 and ``--window BATCHxLENGTHxCOUNT`` where it is not 2x256x2; every
 line on stdin takes one optimizer step and answers with one line of JSON. A process of its own for each side
 keeps allocators, threads and
 memory apart.
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatrain_nb.codec.names import NAMES
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.session import load_code
 
@@ -80,7 +81,10 @@ def offload(directory: str, max_ram_gb: str, *flags: str) -> Step:
     """The same through the session; in bf16 with an fp32 master."""
     import megatrain_nb as mt  # noqa: PLC0415
 
-    session = mt.init(directory, max_ram_gb=float(max_ram_gb))
+    codec = next((flag for flag in flags if flag in NAMES), False)
+    session = mt.init(
+        directory, max_ram_gb=float(max_ram_gb), optimizer_compression=codec
+    )
     if "disk" in flags:
         session.max_resident_bytes = 0
     dtype = torch.bfloat16 if "--bf16" in flags else torch.float32

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.runtime.callbacks import Callback, StepResult
+from megatrain_nb.runtime.controls import Controls
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -51,8 +52,11 @@ class FakeSession:
         self.closed = False
         self.num_stops = 0
         self.step = 0
+        self.saved: list[Any] = []
         self.shown_while_training: bool | None = None
         self.stop_event = threading.Event()
+        self.controls = Controls()
+        self.recorder: object = None
 
     def stop(self) -> None:
         self.num_stops += 1
@@ -74,14 +78,18 @@ class FakeSession:
             raise ArgumentError(msg)
         return name, weights_only
 
-    def status(self) -> FakeStatus:
+    def tiers(self) -> dict[str, FakeTier]:
         now = 400_000_000 + 1_000_000 * (self.step % 50)
-        return FakeStatus(
-            {
-                "ram": FakeTier(now, 620_000_000, 800_000_000),
-                "disk": FakeTier(1_430_000_000, 1_913_600_000, None),
-            }
-        )
+        return {
+            "ram": FakeTier(now, 620_000_000, 800_000_000),
+            "disk": FakeTier(1_430_000_000, 1_913_600_000, None),
+        }
+
+    def status(self) -> FakeStatus:
+        return FakeStatus(self.tiers())
+
+    def layouts(self) -> list[object]:
+        return []
 
     def __repr__(self) -> str:
         return "<Session fake>"
@@ -105,6 +113,10 @@ class FakeSession:
             result = step_result(self.step, seconds)
             for callback in self.callbacks:
                 callback.on_step_end(result)
+            self.controls.obey(self.step, self.saved.append, self.stop_event)
+            if self.controls.stopping:
+                self.controls.reset()
+                break
         for callback in self.callbacks:
             callback.on_train_end()
         return f"trained to step {self.step}"

@@ -146,3 +146,48 @@ def test_view_in_jupyterlab(lab: str, browser: Any, tmp_path: Path) -> None:
     assert size["height"] == 64
     bar = page.locator(".jp-OutputArea-output >> text=/^Step 40 of 40$/")
     assert bar.count() == 1
+
+
+def test_buttons_answer_while_the_cell_runs(
+    lab: str, browser: Any, tmp_path: Path
+) -> None:
+    write_notebook(
+        tmp_path / "buttons.ipynb", SETUP, "%%megatrain\ns.train(seconds=0.1);"
+    )
+    page = open_notebook(browser, lab, "buttons.ipynb")
+    command(page, "notebook:run-all-cells")
+    output = page.locator(".jp-OutputArea-output")
+    position = output.locator("text=/^Step \\d+$/")
+    position.wait_for(timeout=20_000)
+
+    page.get_by_role("button", name="Pause").click()
+    output.locator("text=paused; nothing computes").wait_for(timeout=5_000)
+    paused_at = position.inner_text()
+    page.wait_for_timeout(1_000)
+    assert position.inner_text() == paused_at
+
+    page.get_by_role("button", name="Save model now").click()
+    output.locator("text=/saved step \\d+ to megatrain-saved/").wait_for(timeout=5_000)
+    assert position.inner_text() == paused_at
+    page.get_by_role("button", name="Resume").click()
+    page.wait_for_function(
+        "before => ![...document.querySelectorAll('.jp-OutputArea-output span')]"
+        ".some(span => span.innerText === before)",
+        arg=paused_at,
+        timeout=5_000,
+    )
+    before = int(position.inner_text().split()[1])
+    page.get_by_role("button", name="Stop").click()
+    output.locator("text=stopped, as asked").wait_for(timeout=5_000)
+    assert int(position.inner_text().split()[1]) <= before + 20  # 2 s, at ten a second
+    assert page.get_by_role("button", name="Save model now").count() == 0
+
+    command(page, "docmanager:save")
+    page.wait_for_timeout(2_000)
+    page.close()
+    saved = (tmp_path / "buttons.ipynb").read_text()
+    assert "widgets" not in json.loads(saved)["metadata"]
+    (tmp_path / "copy.ipynb").write_text(saved.replace("seconds=0.1", "seconds=0.2"))
+    page = open_notebook(browser, lab, "copy.ipynb")
+    page.locator("text=stopped, as asked").wait_for(timeout=10_000)
+    assert page.locator("text=Error displaying widget").count() == 0

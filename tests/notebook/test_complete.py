@@ -20,6 +20,14 @@ if TYPE_CHECKING:
         ("init --max-v", "--max-v", ["--max-vram"]),
         ("init --max-ram ", "", []),
         ("init --device c", "c", ["cpu", "cuda"]),
+        ("init --comp", "--comp", ["--compress", "--compress-weights"]),
+        ("init --compress 4", "4", ["4bit"]),
+        (
+            "init --compress ",
+            "",
+            ["lossless", "8bit", "4bit", "3bit", "2bit", "dynamic"],
+        ),
+        ("init --compress-weights ", "", ["lossless"]),
         ("nonsense -", "-", []),
     ],
 )

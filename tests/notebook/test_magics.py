@@ -45,6 +45,8 @@ def test_init_opens_and_returns_a_session(
         "max_vram_gb": None,
         "max_ram_gb": "2GB",
         "max_disk_gb": None,
+        "optimizer_compression": False,
+        "weight_compression": False,
         "device": "cpu",
     }
     assert str(session.options["offload_dir"]) == "/nvme/run"
@@ -97,12 +99,18 @@ def test_variables_and_home_are_expanded(
     assert fake.current.options["max_ram_gb"] == "3GB"
 
 
+def test_compression_is_handed_on(shell: Any, fake: types.ModuleType) -> None:
+    assert run(shell, f"s = %megatrain {INIT} --compress 4bit").success
+    assert fake.current.options["optimizer_compression"] == "4bit"
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("init --offload-dir /taken", "another process owns /taken; close it there"),
         ("init --offload-dir d --device abacus", "device='abacus' is not known"),
         ("init --offload-dir d --max-rma 3", "did you mean '--max-ram'?"),
+        ("init --offload-dir d --compress 5bit", "invalid choice: '5bit'"),
         ("status", "no session is open; open one: %megatrain init"),
         ("satus", "did you mean 'status'?"),
     ],
@@ -361,14 +369,14 @@ def test_an_unknown_display_is_refused(
 ) -> None:
     monkeypatch.setenv("MEGATRAIN_DISPLAY", "hologram")
     assert not run(shell, "%%megatrain\nx = 1").success
-    assert "use one of: auto, html, text, none" in capsys.readouterr().err
+    assert "use one of: auto, widget, html, text, none" in capsys.readouterr().err
 
 
 def test_an_error_in_the_view_does_not_end_the_training(
     shell: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, f"s = %megatrain {INIT}")
-    monkeypatch.delattr(shell.user_ns["s"].__class__, "status")
+    monkeypatch.delattr(shell.user_ns["s"].__class__, "tiers")
     assert run(shell, "%%megatrain\ns.train(20);").success
     assert shell.user_ns["s"].step == 20
     assert "progress is no longer shown" in capsys.readouterr().err

@@ -9,8 +9,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from megatrain_nb.notebook.pictures import BLUE, curves
 from megatrain_nb.notebook.progress import Snapshot, TierUse
-from megatrain_nb.notebook.render import page, sparkline, text_line
+from megatrain_nb.notebook.render import page, text_line
 
 FULL = Snapshot(
     state="training",
@@ -83,7 +84,7 @@ def test_page_tells_everything_with_units() -> None:
         "1.23 k tokens/s",
         "4.00 s",
         "waiting for disk 1.00 s 25%",
-        "other 500 ms",  # a cause that is not known here counts as other
+        "other (Python, data) 500 ms",  # a cause that is not known here counts as other
         "500 MB peak 700 MB, budget 800 MB",
         "1.00 GB peak 2.00 GB, no limit",
     ):
@@ -120,7 +121,7 @@ def test_step_of_the_model_is_shown_where_it_differs() -> None:
 
 def test_sparkline_is_an_image_within_its_frame() -> None:
     for points in ([(1, 2.0), (5, 1.0), (9, 4.0)], [(1, 3.0), (2, 3.0)], [(4, 1.0)]):
-        svg = ET.fromstring(sparkline(points))
+        svg = ET.fromstring(curves([(BLUE, points)]))
         line = svg[1].attrib["points"].split()
         places = [tuple(map(float, pair.split(","))) for pair in line]
         assert len(places) == len(points)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain_nb.codec.dynamic import SMALL_NUMEL
 from megatrain_nb.errors import BudgetError
 from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
 from megatrain_nb.plan.model import BlockSpec, ModelSpec, pack_params
@@ -16,13 +18,21 @@ from megatrain_nb.units import parse_size
 TILE = 4096
 
 
-def make_spec(sizes: list[int], *, split: bool = False) -> ModelSpec:
+def make_spec(
+    sizes: list[int], *, split: bool = False, codec: str = "raw"
+) -> ModelSpec:
     return ModelSpec(
         blocks=tuple(
             BlockSpec(index=i, name=f"b{i}", packs=(i,)) for i in range(len(sizes))
         ),
         packs=tuple(
-            pack_params(i, f"b{i}", [("w", (size,))], split=split)
+            pack_params(
+                i,
+                f"b{i}",
+                [("w", (size,))],
+                split=split,
+                codecs={"w": codec} if size >= SMALL_NUMEL else None,
+            )
             for i, size in enumerate(sizes)
         ),
     )
@@ -32,6 +42,7 @@ specs = st.builds(
     make_spec,
     st.lists(st.integers(1, 40_000), min_size=1, max_size=8),
     split=st.booleans(),
+    codec=st.sampled_from(["raw", "8bit", "2bit"]),
 )
 
 
@@ -40,14 +51,18 @@ BYTES = {False: (4, 4, 8), True: (2, 4, 10)}
 
 
 def kept_bytes(spec: ModelSpec, plan: Residency) -> int:
-    return sum(
-        pack.numel * size
-        for pack in spec.packs
-        for kept, size in zip(
-            (plan.weights, plan.grads, plan.states), BYTES[pack.split], strict=True
+    total = 0
+    for pack in spec.packs:
+        sizes = [pack.numel * size for size in BYTES[pack.split]]
+        if pack.encoded:
+            sizes[2] += pack.moments_bytes - 8 * pack.numel
+        kept = plan.weights, plan.grads, plan.states
+        total += sum(
+            size
+            for indices, size in zip(kept, sizes, strict=True)
+            if pack.index in indices
         )
-        if pack.index in kept
-    )
+    return total
 
 
 def plan_for(spec: ModelSpec, limit: int, activations: int = 0) -> Residency | None:
@@ -158,6 +173,35 @@ def test_the_minimum_in_the_message_is_the_minimum() -> None:
     named = re.search(r"at least ([\d.]+ \w+)", str(error.value))
     assert named is not None
     assert parse_size(named[1]) <= 1.01 * spec.state_bytes
+
+
+@given(specs, st.integers(0, 2_000_000), st.integers(0, 100_000))
+def test_packing_is_a_part_of_the_budget(
+    spec: ModelSpec, limit: int, packing: int
+) -> None:
+    """A budget with packing is one that is smaller by it."""
+    without, message = plan_for(spec, limit - packing), ""
+    plan: Residency | None = None
+    try:
+        plan = plan_residency(
+            spec,
+            limit_bytes=limit,
+            activation_bytes=0,
+            packing_bytes=packing,
+            tile_numel=TILE,
+        )
+    except BudgetError as error:
+        message = str(error)
+    if plan is None:
+        assert without is None
+        assert ("packing" in message) == (packing > 0)
+        named = re.search(r"at least ([\d.]+ \w+)", message)
+        assert named is not None
+        assert plan_for(spec, parse_size(named[1]) - packing) is not None
+        return
+    assert plan.packing_bytes == packing
+    assert without is not None
+    assert replace(plan, packing_bytes=0) == without
 
 
 def test_halves_let_twice_as_many_weights_stay() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatrain_nb.plan.memory import Residency
+from megatrain_nb.plan.model import pack_params
 from megatrain_nb.plan.traffic import Traffic, step_traffic
 from tests.plan.test_schedule import make_spec
 
@@ -44,6 +45,20 @@ def test_halves() -> None:
     assert traffic == Traffic(
         read_bytes=(3 * 2 + 2 * 4 + 4 * 10) * BLOCK // 4,
         written_bytes=(4 * 2 + 2 * 4 + 4 * 10) * BLOCK // 4,
+    )
+
+
+def test_encoded_moments() -> None:
+    """131 bytes for 128 elements instead of 1024, filled up to whole pages."""
+    packs = tuple(
+        pack_params(i, str(i), [("w", (1024, 128))], codecs={"w": "4bit"})
+        for i in range(4)
+    )
+    traffic = step_traffic(replace(SPEC, packs=packs), Residency(), [0, 1, 2, 3])
+    moments = -(-1024 * 131 // 4096) * 4096
+    assert traffic == Traffic(
+        read_bytes=(3 + 2) * 4 * 131072 + 4 * moments,
+        written_bytes=(4 + 2) * 4 * 131072 + 4 * moments,
     )
 
 

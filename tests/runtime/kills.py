@@ -156,7 +156,8 @@ def check(
         assert each["loss"] == losses[each["step"]], each
     assert {each["step"] for each in steps} == losses.keys()
     assert found[-1]["digest"] == end
-    assert not list((directory / "store").iterdir()), "something was left"
+    left = list((directory / "store").iterdir())
+    assert not left, left
     return len(steps)
 
 

@@ -13,11 +13,12 @@ import torch
 import megatrain_nb as mt
 from megatrain_nb.runtime import kept
 from megatrain_nb.runtime.call import BlockCall
-from megatrain_nb.runtime.device import SlotDevice
 from megatrain_nb.runtime.executor import Executor
+from megatrain_nb.runtime.lanes import ThreadLanes
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.optimizer import AdamW
 from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.slots import SlotDevice
 from megatrain_nb.runtime.threadstate import ThreadState
 from megatrain_nb.runtime.window import _streams
 from megatrain_nb.store.host import HostPool
@@ -247,9 +248,19 @@ def plain_trace_of(case: Case, steps: int = 5) -> Trace:
     )
 
 
+def late_twin(max_bytes: int | None = None, seed: int = 0) -> SlotDevice:
+    """A device whose copies and results come late, and whose free slots are NaN: a wait that is missing shows."""
+    lanes = ThreadLanes(most_delay_s=0.0005, late=True, seed=seed)
+    return SlotDevice(CPU, max_bytes=max_bytes, poison=True, lanes=lanes)
+
+
 @contextmanager
 def opened(
-    path: Path, place: str, device: str = "host", tile_numel: int = TILE_NUMEL
+    path: Path,
+    place: str,
+    device: str = "host",
+    tile_numel: int = TILE_NUMEL,
+    compression: Any = False,
 ) -> Iterator[Session]:
     """Open a session in which models live where ``place`` says: ``"ram"``, ``"disk"`` or ``"mixed"``."""
     defaults = Pager.__init__.__kwdefaults__
@@ -257,9 +268,11 @@ def opened(
     before = defaults["tile_numel"]
     defaults["tile_numel"] = tile_numel
     try:
-        with mt.init(path, max_ram_gb=2.0) as session:
+        with mt.init(
+            path, max_ram_gb=2.0, optimizer_compression=compression
+        ) as session:
             if device == "slots":
-                session.device = SlotDevice(CPU)
+                session.device = late_twin()
             session.max_resident_bytes = {"ram": None, "disk": 0, "mixed": 120_000}[
                 place
             ]

@@ -17,14 +17,14 @@ from megatrain_nb.codec.split import Split, split
 from megatrain_nb.optim import adamw
 from megatrain_nb.plan.logits import Chunking
 from megatrain_nb.runtime import (
-    executor,
+    gradients,
     logits,
     offload,
     pager,
     source,
     update,
 )
-from megatrain_nb.runtime.device import SlotDevice
+from megatrain_nb.runtime.slots import SlotDevice
 from megatrain_nb.runtime.source import PieceSource
 from megatrain_nb.runtime.tensor import source_of, stream_parameter
 from megatrain_nb.runtime.threadstate import ThreadState
@@ -309,14 +309,14 @@ def test_the_cases_cover_what_they_should() -> None:
 
 
 def gradients_add_up_in_bf16(patch: pytest.MonkeyPatch) -> None:
-    take = executor.Executor._take_gradients
+    take = gradients.Gradients.take
 
-    def rounded(self: Any, block: Any, bound: Any) -> None:
+    def rounded(self: Any, block: Any, bound: Any, slots: Any) -> None:
         for total in bound.sums.values():
             total.copy_(total.bfloat16())
-        take(self, block, bound)
+        take(self, block, bound, slots)
 
-    patch.setattr(executor.Executor, "_take_gradients", rounded)
+    patch.setattr(gradients.Gradients, "take", rounded)
 
 
 def lower_halves_are_not_written(patch: pytest.MonkeyPatch) -> None:
@@ -361,24 +361,24 @@ def the_model_moves_in_rounded(patch: pytest.MonkeyPatch) -> None:
 
 
 def pending_sums_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    sum_gradient = executor.Executor._sum_gradient
+    sum_gradient = gradients.Gradients.sum
 
-    def forgetful(self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-        self.norms.pop(param, None)
-        sum_gradient(self, param, *args, **kwargs)
+    def forgetful(self: Any, param: Any, *args: Any) -> None:
+        self._executor.norms.pop(param, None)
+        sum_gradient(self, param, *args)
 
-    patch.setattr(executor.Executor, "_sum_gradient", forgetful)
+    patch.setattr(gradients.Gradients, "sum", forgetful)
 
 
 def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
-    onload = SlotDevice.onload
+    ready = SlotDevice.ready
     seen: dict[int, Tensor] = {}
 
-    def stale(self: Any, host: Any) -> Tensor:
-        slot = onload(self, host)
-        return slot.copy_(seen.setdefault(host.size, slot.clone()))
+    def stale(self: Any, slot: Any) -> Tensor:
+        flat = ready(self, slot)
+        return flat.copy_(seen.setdefault(len(flat), flat.clone()))
 
-    patch.setattr(SlotDevice, "onload", stale)
+    patch.setattr(SlotDevice, "ready", stale)
 
 
 HURT = HalfCase("llama", accumulation=3, clipping=True, place="disk")

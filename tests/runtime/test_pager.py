@@ -199,3 +199,99 @@ def test_the_pool_is_never_exceeded_in_training(
             assert model.norm.weight.isfinite().all()
     assert min(limits) >= 0
     assert min(limits) < 30_000  # it was tight
+
+
+# -- lent to a device -----------------------------------------------------------------------------------------
+
+
+class Copying:
+    """A device's copy that ends when it is told to."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+        self.waited = False
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self) -> None:
+        self.waited = True
+        self.over.set()
+
+    def times(self) -> tuple[float, float]:
+        return 0.0, 0.0
+
+
+def lent(pager: Pager, value: float) -> tuple[Any, Copying]:
+    """Values of pack 0 that a device still copies after their use has ended."""
+    found, copying = pager.need(0, What.WEIGHTS), Copying()
+    found[:] = value
+    pager.lend(0, What.WEIGHTS, copying)
+    pager.drop(0, What.WEIGHTS, dirty=True)
+    return found, copying
+
+
+def test_what_a_device_copies_stays_until_that_is_over(store: DiskStore) -> None:
+    pager = make_pager(store, pieces=2)
+    found, copying = lent(pager, 7.0)
+    pager.end_leases()
+    fill(pager, 1, 1.0)  # there is other room
+    assert (set(found.tolist()), copying.waited) == ({7.0}, False)
+    copying.over.set()
+    pager.end_leases()
+    pager.barrier()
+    assert pager.piece(0, What.WEIGHTS).slab is None
+    assert values(pager, 0) == {7.0}
+
+
+def test_room_waits_for_what_a_device_copies(store: DiskStore) -> None:
+    pager = make_pager(store, pieces=1)
+    _, copying = lent(pager, 7.0)
+    found = pager.fetch(1, What.WEIGHTS)
+    assert (found, copying.waited) == (False, False)
+    fill(pager, 1, 1.0)
+    assert copying.over.is_set()
+    assert values(pager, 0) == {7.0}
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pager: pager.need(0, What.WEIGHTS),
+        lambda pager: pager.discard(0, What.WEIGHTS),
+        lambda pager: pager.barrier(),
+        lambda pager: pager.reset(),
+        lambda pager: pager.settle_writes(What.WEIGHTS),
+        lambda pager: pager.close(),
+    ],
+    ids=["need", "discard", "barrier", "reset", "settle_writes", "close"],
+)
+def test_who_uses_a_piece_waits_for_the_device(store: DiskStore, use: Any) -> None:
+    pager = make_pager(store, pieces=2)
+    _, copying = lent(pager, 7.0)
+    assert not pager.piece(0, What.WEIGHTS).landed
+    use(pager)
+    assert copying.waited
+    if pager.piece(0, What.WEIGHTS).slab is not None:
+        assert pager.piece(0, What.WEIGHTS).landed
+
+
+def test_what_is_held_open_is_lent_as_well(store: DiskStore) -> None:
+    pager = make_pager(store, pieces=2)
+    copying = Copying()
+    with pager.opened(0, What.WEIGHTS):
+        pass
+    pager.need(0, What.WEIGHTS)
+    pager.lend(0, What.WEIGHTS, copying)
+    pager.drop(0, What.WEIGHTS)
+    with pager.opened(0, What.WEIGHTS):
+        assert copying.waited
+
+
+def test_what_is_wanted_again_does_not_leave(store: DiskStore) -> None:
+    pager = make_pager(store, pieces=2)
+    _, copying = lent(pager, 7.0)
+    assert pager.fetch(0, What.WEIGHTS)
+    copying.over.set()
+    pager.end_leases()
+    assert pager.piece(0, What.WEIGHTS).slab is not None

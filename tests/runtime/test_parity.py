@@ -12,12 +12,13 @@ import torch
 from megatrain_nb.errors import ModelError
 from megatrain_nb.optim.adamw import Segment
 from megatrain_nb.runtime import (
+    bound,
     call,
-    device,
-    executor,
+    gradients,
     offload,
     optimizer,
     pager,
+    slots,
     update,
     window,
 )
@@ -90,13 +91,13 @@ def recorded_logits_are_not_borders(patch: pytest.MonkeyPatch) -> None:
 
 
 def second_use_overwrites_the_first(patch: pytest.MonkeyPatch) -> None:
-    home = executor.Executor._home_gradient
+    home = gradients.Gradients.home
 
     def forgetful(self: Any, param: Any, *rest: Any) -> None:
-        self.norms.pop(param, None)
+        self._executor.norms.pop(param, None)
         home(self, param, *rest)
 
-    patch.setattr(executor.Executor, "_home_gradient", forgetful)
+    patch.setattr(gradients.Gradients, "home", forgetful)
 
 
 def last_micro_batch_only(patch: pytest.MonkeyPatch) -> None:
@@ -208,19 +209,19 @@ def bias_correction_stands_still(patch: pytest.MonkeyPatch) -> None:
 
 
 def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:
-    onload = device.SlotDevice.onload
+    ready = slots.SlotDevice.ready
     seen: dict[int, torch.Tensor] = {}
 
-    def stale(self: Any, host: Any) -> torch.Tensor:
-        slot = onload(self, host)
-        slot.copy_(seen.setdefault(host.size, slot.clone()))
-        return slot
+    def stale(self: Any, slot: Any) -> torch.Tensor:
+        flat = ready(self, slot)
+        flat.copy_(seen.setdefault(len(flat), flat.clone()))
+        return flat
 
-    patch.setattr(device.SlotDevice, "onload", stale)
+    patch.setattr(slots.SlotDevice, "ready", stale)
 
 
 def kept_gradients_stay_behind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(executor.Bound, "add_gradient", lambda *_: None)
+    patch.setattr(bound.Bound, "add_gradient", lambda *_: None)
 
 
 def streams_are_those_of_the_caller(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatrain_nb.optim import adamw
-from megatrain_nb.runtime.device import SlotDevice
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.session import Session
 from megatrain_nb.store.tilefile import TileFile
@@ -27,6 +26,7 @@ from tests.runtime.common import (
     window_step,
     wrapped,
 )
+from tests.runtime.plain import late_twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -194,8 +194,6 @@ def delays(patch: pytest.MonkeyPatch, share: float) -> Iterator[None]:
     with patch.context() as inner:
         for name in ("read", "write"):
             inner.setattr(TileFile, name, delayed(getattr(TileFile, name)))
-        for name in ("onload", "release"):
-            inner.setattr(SlotDevice, name, delayed(getattr(SlotDevice, name)))
         inner.setattr("megatrain_nb.runtime.update.update", delayed(adamw.update))
         # What the model's own tensors take changes at any moment, and the plan with it.
         for name in ("other_bytes", "other_peak_bytes"):
@@ -210,7 +208,7 @@ def streamed_script(
 ) -> tuple[Script, dict[str, Tensor]]:
     with opened(path, max_ram_gb=room) as session:
         if slots:
-            session.device = SlotDevice(torch.device("cpu"))
+            session.device = late_twin(200_000 if seed % 2 else None, seed=seed)
         pairs = [
             wrapped(seeded(lambda: TinyLM(num_layers=2), index)) for index in range(2)
         ]

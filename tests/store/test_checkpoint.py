@@ -187,9 +187,14 @@ def rewritten(taken: Checkpoint, change: Callable[[dict[str, Any]], Any]) -> Non
         lambda c: c.update(num_steps=1e3),
         lambda c: c.update(time="yesterday"),
         lambda c: c["tiles"].update({"x": {}}),
-        lambda c: c["tiles"]["0/weights/0/0"].update(offset=-4096),
-        lambda c: c["tiles"]["0/weights/0/0"].update(offset=1),
-        lambda c: c["tiles"]["0/weights/0/0"].update(offset=2**70),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[-4096, 12288]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[1, 12288]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[2**70, 12288]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0, 12288], [0, 0]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0, 8192]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(packed_bytes=9001),
         lambda c: c["tiles"]["0/weights/0/0"].update(nbytes=2**50),
         lambda c: c["tiles"]["0/weights/0/0"].update(nbytes="9"),
         lambda c: c["tiles"]["0/weights/0/0"].update(codec=None),
@@ -207,7 +212,9 @@ def test_a_manifest_from_elsewhere_is_data(
 def test_tiles_that_are_not_there_are_refused(
     tmp_path: Path, taken: Checkpoint
 ) -> None:
-    rewritten(taken, lambda c: c["tiles"]["0/weights/0/0"].update(offset=2**40))
+    rewritten(
+        taken, lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[2**40, 12288]])
+    )
     found = read_checkpoints(tmp_path)
     with pytest.raises(StoreError, match="its checkpoints name"):
         DiskStore(tmp_path, pinned=[each.manifest for each in found])

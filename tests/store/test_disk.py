@@ -292,7 +292,7 @@ def test_pinned_tiles_stay_until_unpinned(store: DiskStore) -> None:
 def test_a_large_free_end_goes_back_to_the_disk(
     store: DiskStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "_KEEP_BYTES", 0)
+    monkeypatch.setattr(space, "KEEP_BYTES", 0)
     put(store, "a", noise(100))
     put(store, "b", noise(8 * MIB))
     pinned = store.pin()
@@ -468,7 +468,8 @@ def test_pinned_manifests_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="raise max_disk_gb"):
         DiskStore(tmp_path, pinned=[pinned], max_bytes=MIB)
     tile = pinned.tiles["a"]
-    crossing = Manifest({"b": replace(tile, offset=tile.offset + PAGE)})
+    begin, length = tile.parts[0]
+    crossing = Manifest({"b": replace(tile, parts=((begin + PAGE, length),))})
     with pytest.raises(StoreError, match="overlap"):
         DiskStore(tmp_path, pinned=[pinned, crossing])
     os.truncate(store.path, MIB)

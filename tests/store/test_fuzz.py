@@ -95,6 +95,15 @@ def change_json(path: Path, dice: random.Random) -> None:
     sums.write_text("\n".join(lines))
 
 
+def linked(path: Path, target: Path | None) -> None:
+    """Put a link, or a pipe that nobody writes into, in a file's place."""
+    path.unlink()
+    if target is None:
+        os.mkfifo(path)
+    else:
+        path.symlink_to(target)
+
+
 def damage(directory: Path, dice: random.Random) -> None:
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     path = dice.choice(files)
@@ -107,8 +116,8 @@ def damage(directory: Path, dice: random.Random) -> None:
         ),
         path.unlink,
         lambda: path.write_bytes(dice.choice(files).read_bytes()),
-        lambda: (path.unlink(), path.symlink_to(directory.parent / "outside")),
-        lambda: (path.unlink(), os.mkfifo(path)),
+        lambda: linked(path, directory.parent / "outside"),
+        lambda: linked(path, None),
         lambda: (
             path.parent.rename(path.parent.with_name("000003"))
             if path.parent != directory

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import gc
 import re
 import threading
@@ -209,3 +210,57 @@ def mapping_flags(address: int) -> list[str]:
         elif inside and line.startswith("VmFlags:"):
             return line.split()[1:]
     return []
+
+
+class Locks:
+    """A page-lock that notes what it locks; it can refuse."""
+
+    def __init__(self, most: int = 10) -> None:
+        self.locked: dict[int, int] = {}
+        self.most = most
+
+    def register(self, address: int, nbytes: int) -> bool:
+        if len(self.locked) >= self.most:
+            return False
+        self.locked[address] = nbytes
+        return True
+
+    def unregister(self, address: int) -> None:
+        # The mapping is still there: a byte of it can be read.
+        assert ctypes.string_at(address, 1)
+        del self.locked[address]
+
+
+def test_what_a_device_copies_is_page_locked_at_its_exact_size() -> None:
+    locks = Locks()
+    pool = HostPool(10 * 4096, page_lock=locks, locked=frozenset({"weights"}))
+    weights = pool.take(3 * 4096, what="weights")
+    other = pool.take(3 * 4096, what="moments")
+    assert (weights.pinned, other.pinned) == (True, False)
+    assert list(locks.locked.values()) == [3 * 4096]
+    assert list(locks.locked) == [weights.array.ctypes.data]
+    assert pool.pinned_bytes == 3 * 4096
+    pool.give(weights)
+    pool.give(other)
+    # Each comes back for what it is fit for.
+    assert pool.take(3 * 4096, what="moments") is other
+    assert pool.take(3 * 4096, what="weights") is weights
+    pool.give(other)
+    again = pool.take(3 * 4096, what="weights")
+    assert (again is other, again.pinned, pool.pinned_bytes) == (True, True, 6 * 4096)
+    pool.give(weights)
+    pool.trim()
+    assert (len(locks.locked), pool.pinned_bytes) == (1, 3 * 4096)
+    view = again.array
+    pool.close()
+    assert (locks.locked, pool.pinned_bytes) == ({}, 0)
+    assert view[0] == 0  # a view keeps its bytes, not the lock
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is() -> None:
+    pool = HostPool(10 * 4096, page_lock=Locks(most=0), locked=frozenset({"weights"}))
+    slab = pool.take(4096, what="weights")
+    slab.array[:] = 1
+    assert (slab.pinned, pool.pinned_bytes) == (False, 0)
+    pool.give(slab)
+    pool.close()

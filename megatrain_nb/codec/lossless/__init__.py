@@ -1,0 +1,1 @@
+"""Floats in fewer bytes, every bit of them kept."""

@@ -1,0 +1,98 @@
+"""Pieces of HTML that the views share; pure."""
+
+from __future__ import annotations
+
+import math
+
+MUTED = "opacity:.72"
+_TRACK = "rgba(128,128,128,.2)"
+
+
+def bar(parts: list[tuple[float, str]], *, height: int, title: str = "") -> str:
+    """Return a bar of coloured shares of its width; ``title`` is its text alternative."""
+    fills = "".join(
+        f'<div style="width:{share:.2%};height:{height}px;background-color:{colour}"></div>'
+        for share, colour in parts
+        if share > 0
+    )
+    return (
+        f'<div role="img" aria-label="{title}" title="{title}" style="display:flex;'
+        f"height:{height}px;border-radius:3px;overflow:hidden;"
+        f'background-color:{_TRACK}">{fills}</div>'
+    )
+
+
+def image(source: str, told: str, *, height: int, sharp: bool = False) -> str:
+    """Return an image as wide as its place; ``told`` is its text alternative. ``sharp`` keeps pixels squares."""
+    rendering = ";image-rendering:pixelated" if sharp else ""
+    return (
+        f'<img alt="{told}" title="{told}" src="{source}" style="display:block;'
+        f'width:100%;height:{height}px;margin:3px 0 2px{rendering}">'
+    )
+
+
+def card(body: str) -> str:
+    """Return a part of the page that takes its whole width."""
+    return f'<div style="margin-top:14px">{body}</div>'
+
+
+def columns(*parts: str) -> str:
+    """Return parts side by side where there is room; empty ones are left out."""
+    cells = "".join(
+        f'<div style="flex:1 1 300px;min-width:0">{part}</div>'
+        for part in parts
+        if part
+    )
+    if not cells:
+        return ""
+    return (
+        f'<div style="display:flex;flex-wrap:wrap;gap:14px 36px;margin-top:14px">'
+        f"{cells}</div>"
+    )
+
+
+def legend_item(colour: str, text: str) -> str:
+    """Return a coloured square and what it means."""
+    return (
+        f'<span style="white-space:nowrap;margin-right:14px"><span style="display:'
+        f"inline-block;width:9px;height:9px;border-radius:2px;margin-right:5px;"
+        f'background-color:{colour}"></span>{text}</span> '
+    )
+
+
+def between(left: str, right: str) -> str:
+    """Return two small texts at the ends of a line."""
+    return (
+        f'<div style="display:flex;justify-content:space-between;font-size:11px;{MUTED}">'
+        f"<span>{left}</span><span>{right}</span></div>"
+    )
+
+
+def table(rows: str) -> str:
+    """Return a table of these rows."""
+    return (
+        f'<table style="width:100%;margin:0;border-collapse:collapse;font-size:13px">'
+        f"<tbody>{rows}</tbody></table>"
+    )
+
+
+def title(text: str, value: str = "") -> str:
+    """Return a small heading, and a value at its right."""
+    right = (
+        f'<span style="margin-left:auto;padding-left:10px;white-space:nowrap">{value}</span>'
+        if value
+        else ""
+    )
+    return (
+        f'<div style="display:flex;font-size:11px;letter-spacing:.03em;'
+        f'margin-bottom:4px"><span style="{MUTED}">{text}</span>{right}</div>'
+    )
+
+
+def number(value: float) -> str:
+    """Return a number with four digits; a dash for NaN."""
+    if math.isnan(value):
+        return "-"
+    if value and not 1e-3 <= abs(value) < 1e4:
+        return f"{value:.3e}"
+    return f"{value:#.4g}".removesuffix(".")

@@ -1,0 +1,95 @@
+"""A recording as the picture that its run left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatrain_nb.notebook import chart, render
+from megatrain_nb.notebook.progress import Progress, Snapshot, TierUse
+from megatrain_nb.notebook.view import fill
+from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.runtime.recording import Replayed, load
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatrain_nb.plan.history import StepRow
+
+
+class Replay:
+    """What a recording holds; displays as the summary and the chart of the run.
+
+    Attributes
+    ----------
+    snapshot
+        Its numbers.
+    """
+
+    def __init__(self, found: Replayed) -> None:
+        self.snapshot = _snapshot(found)
+
+    def figure(self) -> Any:
+        """Return the chart as a ``plotly.graph_objects.Figure``."""
+        import plotly.graph_objects as go  # noqa: PLC0415 - takes a second
+
+        return go.Figure(chart.figure_fields(self.snapshot))
+
+    def __repr__(self) -> str:
+        return render.text_line(self.snapshot)
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display  # noqa: PLC0415 - only where there is one
+
+        page = render.page(self.snapshot)
+        display({"text/html": page, "text/plain": repr(self)}, raw=True)
+        drawn = chart.bundle(self.snapshot)
+        if drawn:
+            display(drawn, raw=True)
+
+
+def replay(path: str | Path) -> Replay:
+    """Return a run from the file that `record` wrote; in a notebook it displays as the run's summary.
+
+    Raises
+    ------
+    ArgumentError
+        There is no such file, or it is not a recording.
+    """
+    return Replay(load(path))
+
+
+def _snapshot(found: Replayed) -> Snapshot:
+    rows = found.recorder.rows()
+    now_s = 0.0
+
+    progress = Progress(lambda: now_s)
+    progress.on_train_begin(found.total_steps)
+    for row in rows:
+        now_s = row.end_s
+        progress.on_step_end(_result(row))
+    snap = progress.snapshot("recorded", {})
+    snap.num_done = sum(row.count for row in rows)
+    snap.left_s = None
+    snap.tiers = {
+        name: TierUse(used_bytes=now, peak_bytes=peak, limit_bytes=limit)
+        for name, (now, peak, limit) in found.tiers.items()
+    }
+    fill(snap, found.recorder)
+    snap.now = None  # nothing is anywhere now
+    if not found.ended:
+        snap.said = "the recording was cut off, or training went on when it was read"
+    return snap
+
+
+def _result(row: StepRow) -> StepResult:
+    """Return the mean step of a row."""
+    return StepResult(
+        step=row.step,
+        loss=row.loss,
+        grad_norm=row.grad_norm,
+        tokens=row.tokens // row.count,
+        seconds={cause: s / row.count for cause, s in row.seconds.items()},
+        read_bytes=row.read_bytes // row.count,
+        written_bytes=row.written_bytes // row.count,
+        lr=row.lr,
+    )

@@ -1,0 +1,62 @@
+"""Where a step's time went, and the least that it takes on each resource."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatrain_nb.runtime.device import Device
+
+
+def seconds_by_cause(spent: Mapping[str, float], *, in_place: bool) -> dict[str, float]:
+    """Return the wall seconds of a step by cause.
+
+    Parameters
+    ----------
+    spent
+        What `Session.clock` counted in the step.
+    in_place
+        The host computes; else the device does while the host waits and updates, and only what these leave of
+        the time is the computing's own.
+    """
+    left = spent["now"] - spent["wait"] - spent["update"]
+    compute = spent["compute"]
+    if not in_place:
+        compute = max(0.0, min(compute, left))
+    return {
+        "compute": compute,
+        "wait": spent["wait"],
+        "update": spent["update"],
+        "other": max(0.0, left - compute),
+    }
+
+
+def least_seconds(
+    spent: Mapping[str, float], device: Device, *, disk_rate: float
+) -> dict[str, float]:
+    """Return by resource the least time that what a step did takes there.
+
+    Parameters
+    ----------
+    spent
+        What `Session.clock` counted in the step.
+    device
+        Where it computed; it knows how fast its link is.
+    disk_rate
+        The fastest that the disk has shown, in bytes per second; 0.0 where that is not known.
+    """
+    least = {"compute": spent["compute"]}
+    if device.in_place:  # the kernels run on the same cores
+        least["compute"] += spent["update"]
+    else:
+        least["update"] = spent["update"]
+        if device.onloaded.best and device.offloaded.best:
+            least["link"] = max(
+                spent["onloaded"] / device.onloaded.best,
+                spent["offloaded"] / device.offloaded.best,
+            )
+    if disk_rate:
+        least["disk"] = (spent["read"] + spent["written"]) / disk_rate
+    return least

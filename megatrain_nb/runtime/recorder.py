@@ -1,0 +1,511 @@
+"""Folds what the runtime tells into numbers that can be drawn at any moment, in bounded memory.
+
+[Note: residency and what is in flight] A piece counts as in RAM from the moment when all of it has landed
+until it gives its memory back; before that it *arrives*, and afterwards, until its writes are done, it
+*leaves*. What arrives or leaves is drawn apart and counts for no tier. Tiles that only the update reads and
+writes pass through RAM without staying: they count in the traffic, not in the residency.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatrain_nb.plan.history import History, StepRow
+from megatrain_nb.plan.layout import GROUPS
+from megatrain_nb.plan.timeline import HIT, LATE, OUTCOMES
+from megatrain_nb.runtime.callbacks import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatrain_nb.plan.layout import Layout
+    from megatrain_nb.plan.timeline import Span
+    from megatrain_nb.runtime.callbacks import StepResult
+
+MAX_SPANS = 20_000
+BIN_S = 0.5
+NUM_BINS = 120
+
+_MAX_INTERVALS = 20_000
+_DEVICE = len(GROUPS)  # the row of weights on a device, after those in RAM
+
+
+class Recorder(Callback):
+    """What happened in a session, folded.
+
+    Parameters
+    ----------
+    clock
+        Gives the time of the spans, in seconds.
+    write
+        Called with each thing that a recording holds, as a dictionary for JSON; None records nothing.
+    with_spans
+        Give every span to ``write``, not only the steps' sums.
+    tiers
+        Returns bytes by tier: now, peak, limit.
+
+    Attributes
+    ----------
+    layout
+        The model that trains; None before the first.
+    history
+        All steps so far.
+    spans
+        The last 20,000 spans.
+    totals
+        ``hit``, ``late``, ``miss``, ``stall_s``, ``read_bytes`` and ``written_bytes`` of the whole run, also outside
+        of steps.
+    trains
+        Whether a backward has begun.
+
+    Notes
+    -----
+    ``on_span`` takes some microseconds under a lock that nobody holds for long. Any thread may call any method.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        write: Callable[[dict[str, Any]], None] | None = None,
+        with_spans: bool = False,
+        tiers: Callable[[], dict[str, tuple[int, int, int | None]]] | None = None,
+    ) -> None:
+        self.layout: Layout | None = None
+        self.history = History()
+        self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
+        self.totals: dict[str, float] = dict.fromkeys(
+            (*OUTCOMES, "stall_s", "read_bytes", "written_bytes"), 0
+        )
+        self.bins: deque[list[float]] = deque(maxlen=NUM_BINS)
+        self.trains = False
+        self.begin_s = clock()
+        self._clock = clock
+        self._write = write
+        self._with_spans = with_spans
+        self._tiers = tiers
+        self._lock = threading.RLock()
+        self._since_s = self.begin_s
+        self._computing: tuple[int, str] | None = None
+        self._notes: dict[str, Callable[[Span], None]] = {
+            "READ": self._read,
+            "WRITE": self._written,
+            "ENTER": self._enter,
+            "LEAVE": self._leave,
+            "NEED": self._need,
+            "BEGIN": self._begin,
+            "FORWARD": self._compute,
+            "BACKWARD": self._compute,
+            "ONLOAD": self._onload,
+            "OFFLOAD": self._link,
+            "UNLOAD": self._unload,
+        }
+        self._set_up(0)
+
+    # -- what the runtime calls -------------------------------------------------------------------------
+
+    def on_layout(self, layout: Layout) -> None:
+        """Take a model in, or what is now planned for it."""
+        with self._lock:
+            before = self.layout
+            self.layout = layout
+            if before is None or before.what_there_is() != layout.what_there_is():
+                self._set_up(len(layout.blocks))
+            self._tell("layout", layout.to_json())
+
+    def on_train_begin(self, total_steps: int | None) -> None:
+        """Note that training starts."""
+        self._tell("begin", {"total_steps": total_steps, "t": self._elapsed()})
+
+    def on_span(self, span: Span) -> None:
+        """Take a span in."""
+        with self._lock:
+            self.spans.append(span)
+            note = self._notes.get(span.kind)
+            if note is not None:
+                note(span)
+            if self._with_spans:
+                self._tell("span", _span_fields(span, self.begin_s))
+
+    def on_step_end(self, result: StepResult) -> None:
+        """Close the row of a step."""
+        with self._lock:
+            row = self._row(result)
+            self.history.append(row)
+            if self._write is not None:
+                fields = row.to_json()
+                if self._tiers is not None:
+                    fields["tiers"] = self._tiers()
+                self._tell("step", fields)
+
+    def on_train_end(self) -> None:
+        """Note that nothing computes any more."""
+        with self._lock:
+            self._computing = None
+            for block in list(self._on_device):
+                self._set_device(block, self._clock(), there=False)
+            self._tell("end", {"t": self._elapsed(), "totals": dict(self.totals)})
+
+    # -- what is drawn ------------------------------------------------------------------------------------
+
+    def now(self) -> Now:
+        """Return where each block's bytes are at this moment."""
+        with self._lock:
+            blocks = self._num_blocks
+            shape = (len(GROUPS), blocks)
+            return Now(
+                in_ram=np.array(self._bytes[: _DEVICE * blocks]).reshape(shape),
+                arriving=np.array(self._arriving_bytes).reshape(shape),
+                leaving=np.array(self._leaving_bytes).reshape(shape),
+                on_device=np.array(self._bytes[_DEVICE * blocks :]) > 0,
+                computing=self._computing,
+            )
+
+    def rows(self) -> list[StepRow]:
+        """Return the steps so far, oldest first."""
+        with self._lock:
+            return list(self.history)
+
+    def bandwidth(self) -> list[tuple[float, float, float, float]]:
+        """Return for each half second of the last minute: its start, and bytes/s read, written, over the link."""
+        with self._lock:
+            bins = [list(each) for each in self.bins]
+        return [
+            (index * BIN_S, read / BIN_S, written / BIN_S, link / BIN_S)
+            for index, read, written, link in bins
+        ]
+
+    def last_step(self) -> list[tuple[str, int, float, float]]:
+        """Return kind, block, start and end of each span of the last step that belongs to a block.
+
+        Seconds from the step's start; what no time passes in is left out.
+        """
+        with self._lock:
+            rows, spans = list(self.history.recent)[-2:], list(self.spans)
+            if len(rows) < 2 or self.layout is None:
+                return []
+            begin, end = (self.begin_s + row.end_s for row in rows)
+            return [
+                (span.kind, block, span.start_s - begin, span.end_s - begin)
+                for span in spans
+                if begin <= span.start_s and span.end_s <= end and span.seconds
+                for block in [self._block_of_span(span)]
+                if block is not None
+            ]
+
+    def _block_of_span(self, span: Span) -> int | None:
+        if span.kind in ("READ", "WRITE", "NEED"):
+            place = self._place(span.name)
+            return None if place is None else place[0] % self._num_blocks
+        if span.kind == "STEP":  # pack and tile
+            return self._pack_of.get(span.name.rpartition(".")[0])
+        return self._block_of.get(span.name)
+
+    def last_spans(self) -> list[Span]:
+        """Return the spans that are still kept, in the order in which they came."""
+        with self._lock:
+            return list(self.spans)
+
+    # -- inside: residency ----------------------------------------------------------------------------------
+
+    def _set_up(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        cells = (len(GROUPS) + 1) * num_blocks
+        self._bytes = [0.0] * cells  # in RAM by group and block, then on the device
+        self._area = [0.0] * cells  # byte-seconds of this step
+        self._touched_s = [self._clock()] * cells
+        self._places: dict[str, tuple[int, int] | None] = {}
+        self._sizes: dict[str, int] = {}
+        self._landed: dict[str, int] = {}
+        self._arriving: dict[str, list[int]] = {}
+        self._leaving: dict[str, int] = {}
+        self._arriving_bytes = [0.0] * (len(GROUPS) * num_blocks)
+        self._leaving_bytes = [0.0] * (len(GROUPS) * num_blocks)
+        self._on_device: dict[int, None] = {}
+        self._block_of: dict[str, int] = {}
+        self._pack_of: dict[str, int] = {}
+        if self.layout is not None:
+            layout = self.layout
+            self._block_of = {name: i for i, name in enumerate(layout.blocks)}
+            owners = zip(layout.pack_names, layout.block_of_pack, strict=True)
+            self._pack_of = dict(owners)
+            self._sizes = {piece.key: piece.num_bytes for piece in layout.pieces}
+            for piece in layout.pieces:
+                if piece.in_ram:
+                    self._land(piece.key, self._clock())
+        self._start_row()
+
+    def _place(self, key: str) -> tuple[int, int] | None:
+        """Return the cell of a piece and the bytes of it; None for another model's."""
+        if key in self._places:
+            return self._places[key]
+        place = None
+        layout = self.layout
+        if layout is not None and key.startswith(f"{layout.model}/"):
+            group, block = layout.cell_of(key)
+            cell = group * self._num_blocks + block
+            place = cell, self._sizes.get(key, 0)
+        self._places[key] = place
+        return place
+
+    def _change(self, cell: int, change: float, now: float) -> None:
+        self._area[cell] += self._bytes[cell] * max(0.0, now - self._touched_s[cell])
+        self._touched_s[cell] = now
+        self._bytes[cell] += change
+
+    def _enter(self, span: Span) -> None:
+        place = self._place(span.name)
+        if place is None:
+            return
+        if span.num_bytes:
+            self._arriving[span.name] = [span.num_bytes, place[1]]
+            self._arriving_bytes[place[0]] += place[1]
+        else:
+            self._land(span.name, span.end_s)
+
+    def _land(self, key: str, now: float) -> None:
+        place = self._place(key)
+        if place is None or key in self._landed:
+            return
+        if self._arriving.pop(key, None) is not None:
+            self._arriving_bytes[place[0]] -= place[1]
+        self._landed[key] = place[1]
+        self._change(place[0], place[1], now)
+
+    def _leave(self, span: Span) -> None:
+        place = self._place(span.name)
+        if place is None:
+            return
+        cell, size = place
+        if self._arriving.pop(span.name, None) is not None:
+            self._arriving_bytes[cell] -= size
+        if self._landed.pop(span.name, None) is not None:
+            self._change(cell, -size, span.end_s)
+        if span.num_bytes:
+            self._forget_leaving(span.name)
+            self._leaving[span.name] = span.num_bytes
+            self._leaving_bytes[cell] += span.num_bytes
+
+    def _forget_leaving(self, key: str) -> None:
+        left = self._leaving.pop(key, 0)
+        place = self._place(key)
+        if left and place is not None:
+            self._leaving_bytes[place[0]] -= left
+
+    def _read(self, span: Span) -> None:
+        self._reads.append((span.start_s, span.end_s))
+        self.totals["read_bytes"] += span.num_bytes
+        self._bin(span.end_s, 1, span.num_bytes)
+        key = span.name.rpartition("/")[0]
+        arriving = self._arriving.get(key)
+        if arriving is not None:
+            arriving[0] -= span.num_bytes
+            if arriving[0] <= 0:
+                self._land(key, span.end_s)
+
+    def _written(self, span: Span) -> None:
+        self._writes.append((span.start_s, span.end_s))
+        self.totals["written_bytes"] += span.num_bytes
+        self._bin(span.end_s, 2, span.num_bytes)
+        key = span.name.rpartition("/")[0]
+        left = self._leaving.get(key)
+        place = self._place(key)
+        if left is not None and place is not None:
+            done = min(left, span.num_bytes)
+            self._leaving_bytes[place[0]] -= done
+            self._leaving[key] = left - done
+            if left == done:
+                del self._leaving[key]
+
+    # -- inside: what was needed, and what computed ------------------------------------------------------
+
+    def _need(self, span: Span) -> None:
+        place = self._place(span.name)
+        if place is None:
+            return
+        self.totals[span.outcome] += 1
+        self.totals["stall_s"] += span.seconds
+        block = place[0] % self._num_blocks
+        counts = (
+            self._hits
+            if span.outcome == HIT
+            else self._late
+            if span.outcome == LATE
+            else self._misses
+        )
+        counts[block] += 1
+        self._stall_s[block] += span.seconds
+        if span.name in self._arriving:
+            self._land(span.name, span.end_s)
+
+    def _begin(self, span: Span) -> None:
+        block = self._block_of.get(span.name)
+        if block is not None:
+            self._computing = block, span.outcome
+            self.trains = self.trains or span.outcome == "BACKWARD"
+
+    def _compute(self, span: Span) -> None:
+        block = self._block_of.get(span.name)
+        if block is not None:
+            self._compute_s[block] += span.seconds
+            self._computing = None
+
+    def _onload(self, span: Span) -> None:
+        self._link(span)
+        block = self._pack_of.get(span.name)
+        if block is not None:
+            self._set_device(block, span.end_s, there=True)
+
+    def _unload(self, span: Span) -> None:
+        block = self._pack_of.get(span.name)
+        if block is not None:
+            self._set_device(block, span.end_s, there=False)
+
+    def _set_device(self, block: int, now: float, *, there: bool) -> None:
+        if there == (block in self._on_device):
+            return
+        cell = _DEVICE * self._num_blocks + block
+        self._change(cell, 1.0 if there else -1.0, now)
+        if there:
+            self._on_device[block] = None
+        else:
+            del self._on_device[block]
+
+    def _link(self, span: Span) -> None:
+        if self.layout is None or self.layout.in_place:
+            return
+        self._link_bytes += span.num_bytes
+        self._link_s += span.seconds
+        self._bin(span.end_s, 3, span.num_bytes)
+
+    def _bin(self, end_s: float, lane: int, num_bytes: int) -> None:
+        index = int((end_s - self.begin_s) / BIN_S)
+        if not self.bins or self.bins[-1][0] < index:
+            self.bins.append([index, 0, 0, 0])
+        self.bins[-1][lane] += num_bytes
+
+    # -- inside: rows ------------------------------------------------------------------------------------
+
+    def _start_row(self) -> None:
+        blocks = self._num_blocks
+        self._hits, self._late, self._misses = ([0] * blocks for _ in range(3))
+        self._stall_s, self._compute_s = [0.0] * blocks, [0.0] * blocks
+        self._link_bytes, self._link_s = 0, 0.0
+        self._reads: deque[tuple[float, float]] = deque(maxlen=_MAX_INTERVALS)
+        self._writes: deque[tuple[float, float]] = deque(maxlen=_MAX_INTERVALS)
+
+    def _row(self, result: StepResult) -> StepRow:
+        now = self._clock()
+        in_ram, on_device = self._shares(now)
+        row = StepRow(
+            step=result.step,
+            end_s=now - self.begin_s,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=result.lr,
+            tokens=result.tokens,
+            seconds=dict(result.seconds),
+            least_seconds=dict(result.least_seconds),
+            read_bytes=result.read_bytes,
+            written_bytes=result.written_bytes,
+            read_busy_s=busy_s(list(self._reads)),
+            write_busy_s=busy_s(list(self._writes)),
+            link_bytes=self._link_bytes,
+            link_s=self._link_s,
+            hits=np.array(self._hits, np.float32),
+            late=np.array(self._late, np.float32),
+            misses=np.array(self._misses, np.float32),
+            stall_s=np.array(self._stall_s, np.float32),
+            compute_s=np.array(self._compute_s, np.float32),
+            in_ram=in_ram,
+            on_device=on_device,
+        )
+        self._start_row()
+        return row
+
+    def _shares(self, now: float) -> tuple[Any, Any]:
+        """Return the mean share of bytes in RAM, and of time on the device, since the last call."""
+        for cell in range(len(self._bytes)):
+            self._change(cell, 0.0, now)
+        passed, self._since_s = max(now - self._since_s, 1e-9), now
+        area = np.array(self._area, np.float64).reshape(_DEVICE + 1, self._num_blocks)
+        self._area = [0.0] * len(self._area)
+        if self.layout is None:
+            return area[:_DEVICE].astype(np.float32), np.zeros(0, np.float32)
+        whole = np.array(self.layout.num_bytes(), np.float64)
+        shares = area[:_DEVICE] / np.maximum(whole, 1.0) / passed
+        device = np.zeros(0) if self.layout.in_place else area[_DEVICE] / passed
+        return (
+            np.clip(shares, 0, 1).astype(np.float32),
+            np.clip(device, 0, 1).astype(np.float32),
+        )
+
+    def _elapsed(self) -> float:
+        return self._clock() - self.begin_s
+
+    def _tell(self, kind: str, fields: dict[str, Any]) -> None:
+        if self._write is not None:
+            self._write({kind: fields})
+
+
+class Now:
+    """Where each block's bytes are at one moment.
+
+    Attributes
+    ----------
+    in_ram, arriving, leaving : float64, shape (3, blocks)
+        Bytes of weights, gradients and states: in RAM; on their way from the disk; on their way to it.
+    on_device : bool, shape (blocks,)
+        Whether the block's weights are on the device.
+    computing
+        Index of the block that computes and ``FORWARD`` or ``BACKWARD``; None if none does.
+    """
+
+    __slots__ = ("arriving", "computing", "in_ram", "leaving", "on_device")
+
+    def __init__(
+        self,
+        *,
+        in_ram: Any,
+        arriving: Any,
+        leaving: Any,
+        on_device: Any,
+        computing: tuple[int, str] | None,
+    ) -> None:
+        self.in_ram = in_ram
+        self.arriving = arriving
+        self.leaving = leaving
+        self.on_device = on_device
+        self.computing = computing
+
+
+def busy_s(intervals: list[tuple[float, float]]) -> float:
+    """Return how long at least one of the intervals was open, in seconds.
+
+    Examples
+    --------
+    >>> busy_s([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)])
+    4.0
+    """
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _span_fields(span: Span, begin_s: float) -> dict[str, Any]:
+    return {
+        "kind": span.kind,
+        "name": span.name,
+        "start_s": round(span.start_s - begin_s, 7),
+        "end_s": round(span.end_s - begin_s, 7),
+        "num_bytes": span.num_bytes,
+        "lane": span.lane,
+        "outcome": span.outcome,
+    }

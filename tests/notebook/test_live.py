@@ -1,0 +1,209 @@
+"""Buttons, runs in the background, replays; and that nothing is left afterwards."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import megatrain_nb as mt
+from megatrain_nb.notebook import chart
+from megatrain_nb.notebook.surface import WidgetSurface, display_mode
+from megatrain_nb.notebook.view import Watch
+from tests.notebook.test_magics import INIT, run, text_displays
+from tests.notebook.test_pictures import full_snapshot
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def until(found: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def widgets_alive() -> int:
+    ipywidgets = pytest.importorskip("ipywidgets")
+    return len(ipywidgets.widgets.widget._instances)
+
+
+@pytest.fixture
+def watch(shell: Any, fake: types.ModuleType) -> Watch:
+    run(shell, f"s = %megatrain {INIT}")
+    watch = Watch(shown=True)
+    watch.follow(fake.current)
+    return watch
+
+
+def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
+    surface = WidgetSurface(watch, reserve_chart=False)
+    panel: Any = surface._panel
+    controls: Any = watch.controls
+    panel.pause.click()
+    assert controls.paused
+    surface.show(watch.snapshot())
+    assert panel.pause.description == "Resume"
+    panel.pause.click()
+    assert not controls.paused
+    panel.save.click()
+    assert controls.said == "saving after this step"
+    panel.rate.value = 0.5
+    assert controls.lr_factor == 0.5
+    panel.logging.value = 7
+    assert controls.logging_steps == 7
+    panel.logging.value = 0
+    assert controls.logging_steps is None
+    panel.stop.click()
+    assert controls.stopping
+    watch.state = "training"
+    surface.show(watch.snapshot())
+    assert panel.stop.disabled
+    surface.finish(watch.snapshot())
+    watch.follow(None)
+
+
+def test_twenty_runs_leave_nothing(
+    shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "widget")
+    run(shell, f"s = %megatrain {INIT}")
+
+    def once(number: int) -> None:
+        how = "train --background"
+        assert run(shell, f"%%megatrain {how}\ns.train(3)").success
+        runs = shell.run_line_magic("megatrain", "runs")
+        runs[number].wait()
+
+    once(1)
+    gc.collect()
+    threads, widgets = set(threading.enumerate()), widgets_alive()
+    for number in range(2, 21):
+        once(number)
+    gc.collect()
+    assert widgets_alive() == widgets
+    until(lambda: set(threading.enumerate()) <= threads)
+    assert fake.current.callbacks == []
+    assert not fake.current.shown
+    assert len(shell.run_line_magic("megatrain", "runs")) <= 6
+
+
+def test_background_returns_a_run_at_once(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    run(shell, f"s = %megatrain {INIT}")
+    result = run(shell, "%%megatrain train --background\ns.train()")
+    job, session = result.result, shell.user_ns["s"]
+    assert job.running
+    until(lambda: job.status().num_done >= 2)
+    assert repr(job).startswith("<Run Step ")
+    job.pause()
+    until(lambda: session.controls.waiting)
+    paused_at = session.step
+    assert job.status().state == "paused"
+    time.sleep(0.2)
+    assert session.step == paused_at
+    job.save("somewhere")
+    until(lambda: bool(session.saved))
+    before = len(shell.display_pub.outputs)
+    job.view()  # opened in the middle: it begins with what is known
+    assert len(shell.display_pub.outputs) > before
+    assert not run(shell, "%%megatrain\n1").success  # one at a time
+    job.stop()
+    assert job.wait() == f"trained to step {session.step}"
+    assert job.status().state == "stopped"
+    assert text_displays(shell)[-1].startswith(
+        f"Step {session.step} (stopped, as asked"
+    )
+    with pytest.raises(mt.SessionError, match="has ended"):
+        job.stop()
+    before = len(shell.display_pub.outputs)
+    job.view()
+    assert len(shell.display_pub.outputs) == before + 1
+
+
+def test_an_error_in_the_background_is_told_and_raised_by_wait(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    run(shell, f"s = %megatrain {INIT}")
+    body = "s.train(2)\n1 / 0"
+    job = run(shell, f"%%megatrain train --background\n{body}").result
+    with pytest.raises(ZeroDivisionError):
+        job.wait()
+    assert job.status().state == "failed"
+    assert "division by zero" in shell.display_pub.outputs[-1]["data"]["text/html"]
+
+
+def test_stop_ends_a_cell_without_an_error(
+    shell: Any, fake: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"s = %megatrain {INIT}")
+    threading.Timer(0.3, fake.current.controls.stop).start()
+    result = run(shell, "%%megatrain\ns.train()")
+    assert result.success
+    assert "(stopped, as asked" in capsys.readouterr().out
+    assert not fake.current.controls.stopping
+    assert run(shell, "%%megatrain\ns.train(2)").success
+
+
+def test_display_is_chosen_by_option_before_the_environment(
+    shell: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    run(shell, f"s = %megatrain {INIT}")
+    assert run(shell, "%%megatrain train --display none\ns.train(5);").success
+    assert shell.display_pub.outputs == []
+    assert display_mode(shell) == "html"
+    assert not run(shell, "%%megatrain train --dispaly none\n1").success
+    assert "did you mean '--display'?" in capsys.readouterr().err
+
+
+def test_replay_shows_the_page_and_the_chart(
+    shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import json  # noqa: PLC0415
+
+    from megatrain_nb.runtime.callbacks import StepResult  # noqa: PLC0415
+    from megatrain_nb.runtime.recorder import Recorder  # noqa: PLC0415
+    from tests.notebook.test_pictures import make_layout  # noqa: PLC0415
+
+    lines = [{"recording": {"format": 1}}]
+    recorder = Recorder(write=lines.append)
+    recorder.on_layout(make_layout())
+    recorder.on_train_begin(3)
+    for step in (1, 2, 3):
+        recorder.on_step_end(
+            StepResult(
+                step=step,
+                loss=4.0 - step,
+                grad_norm=1,
+                tokens=5,
+                seconds={"compute": 1.0},
+            )
+        )
+    recorder.on_train_end()
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+    assert run(shell, f"%megatrain replay {path}").success
+    first, second = (output["data"] for output in shell.display_pub.outputs)
+    assert first["text/plain"].startswith("Step 3 of 3 (from a recording): loss 1.000")
+    assert second[chart.MIME]["data"][0]["y"] == [3.0, 2.0, 1.0]
+    assert not run(shell, f"%megatrain replay {tmp_path}/none").success
+    assert "cannot read a recording" in capsys.readouterr().err
+
+
+def test_the_chart_is_a_plotly_figure() -> None:
+    go = pytest.importorskip("plotly.graph_objects")
+    figure = go.Figure(chart.figure_fields(full_snapshot()))
+    assert len(figure.data) >= 10
+    bundle = chart.bundle(full_snapshot())
+    assert set(bundle) == {chart.MIME, "text/html", "text/plain"}

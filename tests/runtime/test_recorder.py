@@ -1,0 +1,265 @@
+"""What is folded is what happened: hits, late reads and misses that were made, bytes that were moved."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from megatrain_nb.plan.history import History, StepRow
+from megatrain_nb.plan.layout import Layout
+from megatrain_nb.plan.model import pack_params
+from megatrain_nb.plan.timeline import Span
+from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.runtime.pager import Pager, What
+from megatrain_nb.runtime.recorder import MAX_SPANS, Recorder
+from megatrain_nb.runtime.recording import follow
+from megatrain_nb.store.disk import DiskStore
+from megatrain_nb.store.host import HostPool
+from tests.runtime.common import (
+    TinyLM,
+    batch,
+    loss_of,
+    opened,
+    seeded,
+    window_step,
+    wrapped,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from megatrain_nb.store.base import IoRecord
+
+PIECE = 4096 * 4
+DELAY_S = 0.15
+NUM_PACKS = 4
+
+
+class SlowStore(DiskStore):
+    """A read is told to be done so much later than it is."""
+
+    delay_s = 0.0
+
+    def get_into(self, key: str, out: Any, **of: Any) -> Future[None]:
+        read = super().get_into(key, out, **of)
+        if not self.delay_s:
+            return read
+        late: Future[None] = Future()
+        delay = self.delay_s
+
+        def finish(_: Future[None]) -> None:
+            threading.Timer(delay, late.set_result, [None]).start()
+
+        read.add_done_callback(finish)
+        return late
+
+
+class Setting:
+    """A pager whose spans and transfers a recorder hears."""
+
+    def __init__(self, directory: Path) -> None:
+        packs = tuple(
+            pack_params(index, f"layer{index}", [("w", (4096,))])
+            for index in range(NUM_PACKS)
+        )
+        self.recorder = Recorder()
+        self.store = SlowStore(directory, direct=False, on_io=self._on_io)
+        self.pager = Pager(
+            packs,
+            prefix="0/",
+            pool=HostPool(16 * PIECE),
+            store=self.store,
+            on_span=self.recorder.on_span,
+            tile_numel=2048,
+        )
+        names = tuple(pack.name for pack in packs)
+        self.recorder.on_layout(
+            Layout(
+                model="0",
+                name="Toy",
+                blocks=names,
+                pack_names=names,
+                block_of_pack=tuple(range(NUM_PACKS)),
+                pieces=tuple(self.pager.layout()),
+            )
+        )
+
+    def _on_io(self, record: IoRecord) -> None:
+        self.recorder.on_span(
+            Span(
+                kind=record.op,
+                name=record.key,
+                start_s=record.start_s,
+                end_s=record.end_s,
+                num_bytes=record.nbytes,
+                lane="disk",
+            )
+        )
+
+    def row(self) -> StepRow:
+        self.recorder.on_step_end(
+            StepResult(step=1, loss=1.0, grad_norm=1.0, tokens=1, seconds={"other": 1})
+        )
+        return self.recorder.rows()[-1]
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Iterator[Setting]:
+    setting = Setting(tmp_path)
+    for pack in range(NUM_PACKS):
+        setting.pager.need(pack, What.WEIGHTS)[:] = pack
+        setting.pager.drop(pack, What.WEIGHTS, dirty=True)
+    setting.pager.barrier()
+    setting.row()  # what was written so far belongs to no test
+    setting.recorder.totals.update(dict.fromkeys(setting.recorder.totals, 0))
+    yield setting
+    setting.store.close()
+
+
+def test_injected_hits_late_reads_and_misses(setting: Setting) -> None:
+    pager = setting.pager
+    assert pager.fetch(0, What.WEIGHTS)
+    while not pager.piece(0, What.WEIGHTS).landed:
+        time.sleep(0.001)
+    pager.need(0, What.WEIGHTS)  # in time
+    setting.store.delay_s = DELAY_S
+    assert pager.fetch(1, What.WEIGHTS)
+    pager.need(1, What.WEIGHTS)  # late
+    pager.need(2, What.WEIGHTS)  # nobody had asked for it
+    pager.need(2, What.WEIGHTS)  # it is there
+    with pager.opened(3, What.WEIGHTS):
+        pass  # a look at a parameter is not foreseen
+
+    row = setting.row()
+    assert row.hits.tolist() == [1, 0, 0, 0]
+    assert row.late.tolist() == [0, 1, 0, 0]
+    assert row.misses.tolist() == [0, 0, 1, 0]
+    assert row.stall_s[0] == row.stall_s[3] == 0
+    for block in (1, 2):
+        assert 0.9 * DELAY_S < row.stall_s[block] < DELAY_S + 1.0
+    totals = setting.recorder.totals
+    assert (totals["hit"], totals["late"], totals["miss"]) == (1, 1, 1)
+    assert totals["read_bytes"] == NUM_PACKS * PIECE
+    assert totals["written_bytes"] == 0
+    assert sum(each[1] for each in setting.recorder.bandwidth()) * 0.5 == 4 * PIECE
+
+
+def test_residency_and_what_is_on_its_way(setting: Setting) -> None:
+    pager, recorder = setting.pager, setting.recorder
+    assert recorder.now().in_ram.sum() == 0
+    setting.store.delay_s = DELAY_S
+    assert pager.fetch(0, What.WEIGHTS)
+    pager.need(0, What.WEIGHTS)[:] = 7
+    now = recorder.now()
+    assert now.in_ram[0].tolist() == [PIECE, 0, 0, 0]
+    assert now.arriving.sum() == now.leaving.sum() == 0
+    time.sleep(0.1)
+    row = setting.row()
+    assert 0 < row.in_ram[0, 0] <= 1
+    assert row.in_ram[0, 1:].sum() == row.in_ram[1:].sum() == 0
+    time.sleep(0.05)
+    assert setting.row().in_ram[0, 0] == pytest.approx(1.0, abs=1e-3)
+    pager.drop(0, What.WEIGHTS, dirty=True)
+    pager.barrier()
+    now = recorder.now()
+    assert now.in_ram.sum() == now.arriving.sum() == now.leaving.sum() == 0
+    assert recorder.totals["written_bytes"] == PIECE
+
+
+@pytest.mark.parametrize("resident", [0, 9000])
+def test_a_whole_run_adds_up(tmp_path: Path, resident: int) -> None:
+    with opened(tmp_path) as session:
+        session.max_resident_bytes = resident
+        model, optimizer = wrapped(seeded(TinyLM), lr=1e-3)
+        recorder = Recorder()
+        follow(session, recorder)
+        results = [window_step(model, optimizer, step) for step in range(5)]
+        rows = recorder.rows()
+        pager = session._models[0].pager
+        there = sum(piece.num_bytes for piece in pager.layout() if piece.in_ram)
+        now = recorder.now()
+        assert now.in_ram.sum() + now.arriving.sum() >= there
+        pager.barrier()
+        assert recorder.now().leaving.sum() == 0
+
+    spans = recorder.last_spans()  # nothing is under way any more
+    reads = [span for span in spans if span.kind == "READ"]
+    assert sum(span.num_bytes for span in reads) == recorder.totals["read_bytes"]
+    for row, result in zip(rows, results, strict=True):
+        assert row.read_bytes == result.read_bytes
+        assert row.written_bytes == result.written_bytes
+        assert row.seconds == result.seconds
+        assert np.all((row.in_ram >= 0) & (row.in_ram <= 1))
+    # Once the order is known a step moves what the plan says; what is under way at its end counts in the next.
+    assert recorder.layout is not None
+    read, written = recorder.layout.planned_bytes
+    assert sum(row.read_bytes for row in rows[2:]) == pytest.approx(3 * read, rel=0.2)
+    moved = sum(row.written_bytes for row in rows[2:])
+    assert moved == pytest.approx(3 * written, rel=0.2)
+    needs = [span for span in spans if span.kind == "NEED"]
+    assert {span.outcome for span in needs} <= {"hit", "late", "miss"}
+    counted = sum(recorder.totals[name] for name in ("hit", "late", "miss"))
+    assert counted == len(needs) > 0
+    whole = np.array(recorder.layout.num_bytes(resident=True))
+    assert whole.sum() <= resident
+
+
+def test_another_models_spans_count_nowhere(setting: Setting) -> None:
+    span = Span(kind="NEED", name="7/weights/0", start_s=0, end_s=1, outcome="miss")
+    setting.recorder.on_span(span)
+    assert setting.recorder.totals["miss"] == 0
+
+
+def test_a_long_run_stays_bounded() -> None:
+    history = History()
+    for step in range(1, 100_001):
+        row = StepRow(step=step, loss=1.0, tokens=3, hits=np.ones(2, np.float32))
+        row.late = row.misses = row.stall_s = row.compute_s = np.zeros(2, np.float32)
+        row.in_ram = np.ones((3, 2), np.float32)
+        row.seconds = {"compute": 1.0}
+        history.append(row)
+    rows = list(history)
+    assert len(rows) <= 192
+    assert sum(row.count for row in rows) == 100_000
+    assert sum(row.tokens for row in rows) == 300_000
+    assert sum(row.hits.sum() for row in rows) == 200_000
+    assert all(row.in_ram == pytest.approx(1.0) for row in rows)
+    assert [row.step for row in rows] == sorted(row.step for row in rows)
+    assert all(row.count == 1 for row in rows[-64:])
+
+
+def test_spans_and_bins_stay_bounded() -> None:
+    recorder = Recorder()
+    for index in range(MAX_SPANS + 100):
+        start = recorder.begin_s + index
+        recorder.on_span(
+            Span(kind="READ", name="x/weights/0/0", start_s=start, end_s=start + 1)
+        )
+    assert len(recorder.last_spans()) == MAX_SPANS
+    assert len(recorder.bandwidth()) == 120
+
+
+def test_gradients_of_the_step_before_are_not_read_again(tmp_path: Path) -> None:
+    """transformers' Trainer drops them with ``model.zero_grad``, which forgets them one by one."""
+    with opened(tmp_path) as session:
+        model, optimizer = wrapped(seeded(TinyLM), lr=1e-3)
+        recorder = Recorder()
+        follow(session, recorder)
+        for step in range(4):
+            loss = loss_of(model, batch(step))
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+    spans = recorder.last_spans()
+    began = max(
+        i for i, s in enumerate(spans) if (s.kind, s.outcome) == ("BEGIN", "BACKWARD")
+    )
+    first = max(i for i, s in enumerate(spans[:began]) if s.outcome == "FORWARD")
+    backward = [s for s in spans[first:began] if s.kind == "READ"]
+    assert not [s.name for s in backward if "/grads/" in s.name]
