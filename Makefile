@@ -11,10 +11,10 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types unit nojit notebooks lab bench bench-gpu clean
+.PHONY: help install demo test lint types unit nojit notebooks lab bench bench-codecs bench-gpu clean
 
 help: ## show this list
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' \
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' \
 		$(MAKEFILE_LIST)
 
 install: $(STAMP) ## make .venv and install the package in it (once)
@@ -58,6 +58,9 @@ lab: install ## open the notebooks in JupyterLab
 bench: install ## measure; prints the tables of tests/benchmarks
 	$(BIN)/pytest tests/benchmarks --benchmark-enable -s
 
+bench-codecs: install ## loss of every codec against fp32; hours, goes on where it stopped
+	$(BIN)/python -m tests.benchmarks.loss --markdown codec-loss.md
+
 bench-gpu: install ## measure on a CUDA device: parity, speed, overlap; under 6 minutes
 	$(BIN)/python -m tests.benchmarks.gpu
 
@@ -70,6 +73,6 @@ clean: ## remove what checks and builds leave; .venv stays
 unexport VIRTUAL_ENV
 
 # No network, no telemetry: what these train and read, they make or ship.
-demo unit nojit notebooks bench bench-gpu: export HF_HUB_OFFLINE = 1
-demo unit nojit notebooks bench bench-gpu: export HF_HUB_DISABLE_TELEMETRY = 1
-demo unit nojit notebooks bench bench-gpu: export TOKENIZERS_PARALLELISM = false
+demo unit nojit notebooks bench bench-codecs bench-gpu: export HF_HUB_OFFLINE = 1
+demo unit nojit notebooks bench bench-codecs bench-gpu: export HF_HUB_DISABLE_TELEMETRY = 1
+demo unit nojit notebooks bench bench-codecs bench-gpu: export TOKENIZERS_PARALLELISM = false

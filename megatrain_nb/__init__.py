@@ -23,10 +23,22 @@ from megatrain_nb.errors import (
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
+    from megatrain_nb.notebook.explore import explore
     from megatrain_nb.notebook.replay import replay
+    from megatrain_nb.plan.machine import Machine
+    from megatrain_nb.plan.planner import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.export import save_pretrained
+    from megatrain_nb.runtime.forecast import (
+        estimate,
+        largest_model,
+        least_ram_gb,
+        longest_sequence,
+        machines,
+        models,
+    )
     from megatrain_nb.runtime.load import from_config
+    from megatrain_nb.runtime.probe import probe
     from megatrain_nb.runtime.recode import recompress
     from megatrain_nb.runtime.recording import export_trace, record
     from megatrain_nb.runtime.session import Session, current_session, init
@@ -43,14 +55,24 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 # Importing this package costs milliseconds: torch and numba come with the first name used.
 _LAZY = {
     "Callback": "runtime.callbacks",
+    "Machine": "plan.machine",
+    "Plan": "plan.planner",
     "Session": "runtime.session",
     "StepResult": "runtime.callbacks",
     "Trainer": "runtime.trainer",
     "cleanup": "store.cleanup",
     "current_session": "runtime.session",
+    "estimate": "runtime.forecast",
+    "explore": "notebook.explore",
     "export_trace": "runtime.recording",
     "from_config": "runtime.load",
     "init": "runtime.session",
+    "largest_model": "runtime.forecast",
+    "least_ram_gb": "runtime.forecast",
+    "longest_sequence": "runtime.forecast",
+    "machines": "runtime.forecast",
+    "models": "runtime.forecast",
+    "probe": "runtime.probe",
     "recompress": "runtime.recode",
     "record": "runtime.recording",
     "replay": "notebook.replay",
@@ -65,8 +87,10 @@ __all__ = [
     "BudgetError",
     "Callback",
     "ChecksumError",
+    "Machine",
     "MegatrainError",
     "ModelError",
+    "Plan",
     "Session",
     "SessionError",
     "StepResult",
@@ -74,9 +98,17 @@ __all__ = [
     "Trainer",
     "cleanup",
     "current_session",
+    "estimate",
+    "explore",
     "export_trace",
     "from_config",
     "init",
+    "largest_model",
+    "least_ram_gb",
+    "longest_sequence",
+    "machines",
+    "models",
+    "probe",
     "recompress",
     "record",
     "replay",

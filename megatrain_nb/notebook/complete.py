@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,12 @@ if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
 
 _LINE = re.compile(r"\s*(?:[\w, ]+=\s*)?(%%?)megatrain\s+(.*)")
+# What may follow an option.
+_VALUES = {
+    "--compress": [LOSSLESS, *NAMES],
+    "--compress-weights": [LOSSLESS],
+    "--device": ["cpu", "cuda"],
+}
 _LAST_WORD = re.compile(r"(?:\\.|[^\s\\])*$")
 
 
@@ -61,17 +68,21 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
         choices = list(COMMANDS)
     elif before[-1] == "--offload-dir":
         return word, _directories(word)
-    elif before[-1] == "--compress":
-        choices = [LOSSLESS, *NAMES]
-    elif before[-1] == "--device":
-        choices = ["cpu", "cuda"]
-    elif before[-1] == "--compress-weights":
-        choices = [LOSSLESS]
+    elif before[-1] in _VALUES:
+        choices = _VALUES[before[-1]]
+    elif before[0] == "explore" and not word.startswith("-"):
+        choices = _known("models" if len(before) == 1 else "machines")
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:
         choices = [name for name in options_of(before[0]) if name not in before]
     return word, [choice for choice in choices if choice.startswith(word)]
+
+
+def _known(what: str) -> list[str]:
+    """Return the names of the catalogue's models or machines; it is only read when somebody asks."""
+    catalogue = import_module("megatrain_nb.plan.catalogue")
+    return list(getattr(catalogue, what)())
 
 
 def _directories(word: str) -> list[str]:

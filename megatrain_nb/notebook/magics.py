@@ -50,6 +50,8 @@ Result = TypeVar("Result")
 
 _COMMANDS = {
     "init": "_init",
+    "probe": "_probe",
+    "explore": "_explore",
     "status": "_status",
     "checkpoints": "_checkpoints",
     "resume": "_resume",
@@ -230,6 +232,12 @@ class MegatrainMagics(Magics):
         return mt.cleanup(
             args.offload_dir, checkpoints=args.checkpoints, remove=args.remove
         )
+
+    def _probe(self, args: Namespace) -> object:
+        return mt.probe(refresh=args.refresh)
+
+    def _explore(self, args: Namespace) -> object:
+        return mt.explore(args.model, args.machine)
 
     def _close(self, _args: Namespace) -> None:
         session = current_session()

@@ -183,6 +183,17 @@ def _commands() -> dict[str, _Parser]:
         help="weights: lossless, packed on disk; as they are if left out",
     )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
+    probe = _Parser(
+        prog="%megatrain probe",
+        description="measure this machine (20 s, once); returns the Machine",
+    )
+    probe.add_argument("--refresh", action="store_true", help="measure again")
+    explore = _Parser(
+        prog="%megatrain explore",
+        description="where every byte would be, and how fast; returns the Explorer",
+    )
+    explore.add_argument("model", nargs="?", help="a name in the catalogue, or a path")
+    explore.add_argument("machine", nargs="?", help="a name in the catalogue")
     replay = _Parser(
         prog="%megatrain replay", description="show a run from its recording"
     )
@@ -213,6 +224,8 @@ def _commands() -> dict[str, _Parser]:
     return {
         "init": init,
         "status": _Parser(prog="%megatrain status", description=status),
+        "probe": probe,
+        "explore": explore,
         "checkpoints": _Parser(prog="%megatrain checkpoints", description=checkpoints),
         "resume": resume,
         "clean": clean,

@@ -80,6 +80,11 @@ def written_bytes(spec: ModelSpec) -> int:
     return _largest(spec, weights=1, states=1)
 
 
+def disk_need_bytes(spec: ModelSpec, residency: Residency) -> int:
+    """Return what must be free on the disk: tiles are written while their old versions are still there."""
+    return residency.disk_bytes and residency.disk_bytes + written_bytes(spec)
+
+
 def plan_residency(
     spec: ModelSpec,
     *,

@@ -37,7 +37,7 @@ class Span:
     num_bytes
         Bytes moved; 0 where nothing moves.
     lane
-        Who did it: ``compute``, ``disk``, ``update``; ``onload`` and ``offload`` are a device's copies.
+        Who did it: ``compute``, ``disk``, ``update``, ``link`` (copies to a device and from it).
     outcome
         Of a NEED: ``hit``, ``late`` or ``miss``; of a BEGIN: ``FORWARD`` or ``BACKWARD``; else empty.
     """

@@ -258,11 +258,6 @@ class Executor:
         self.device.end_step()
 
     @property
-    def order(self) -> list[int]:
-        """The blocks of the next forward, as far as that is known."""
-        return self._expected()
-
-    @property
     def device_bytes(self) -> int:
         """Bytes of the slots that hold weights at this moment."""
         return sum(slot.flat.nbytes for slot in self._loaded.values())

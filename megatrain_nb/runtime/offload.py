@@ -27,10 +27,11 @@ from megatrain_nb.plan.keep import prefers_kept
 from megatrain_nb.plan.layout import Layout, make_layout
 from megatrain_nb.plan.memory import (
     Residency,
+    disk_need_bytes,
     plan_residency,
     working_bytes,
-    written_bytes,
 )
+from megatrain_nb.plan.reserve import first_guess, still_fits, with_margin
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
@@ -66,9 +67,6 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.session import Session
 
 logger = logging.getLogger("megatrain_nb")
-
-# Until the first blocks have run, a quarter of the budget is set aside for what the model allocates.
-_FIRST_GUESS = 0.25
 
 
 class OffloadedModel:
@@ -141,7 +139,7 @@ class OffloadedModel:
         self.residency = Residency()
         self.fusing: Fusing | None = None
         self._hooks: list[RemovableHandle] = []
-        self._reserved = round(session.max_ram_bytes * _FIRST_GUESS)
+        self._reserved = first_guess(session.max_ram_bytes)
         self._keep_wanted = self._keep_beside = 0
         self._keep_first = False
         self._room = 0
@@ -387,7 +385,7 @@ class OffloadedModel:
 
     def _check_disk(self, spec: ModelSpec, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
-        needed = residency.disk_bytes and residency.disk_bytes + written_bytes(spec)
+        needed = disk_need_bytes(spec, residency)
         allowed = self.session.disk_room_bytes(self)
         if needed > allowed:
             pinned = self.session.store.pinned_bytes()
@@ -411,7 +409,7 @@ class OffloadedModel:
         keeping = self.executor.keeping
         least = self.last_step.least_seconds if self.last_step is not None else {}
         first = prefers_kept(least, now=self._keep_first)
-        measured = round(1.05 * self.session.other_peak_bytes())
+        measured = with_margin(self.session.other_peak_bytes())
         in_ram = not self.share.holds_activations
         kept = keeping.restart_peak() if in_ram else 0
         changed = first != self._keep_first
@@ -423,10 +421,9 @@ class OffloadedModel:
             self._keep_beside = max(self._keep_beside, beside)
             measured = self._reserved
         if keeping.wanted_bytes > self._keep_wanted:
-            # A little more, so that a window that is hardly larger changes nothing.
-            self._keep_wanted = round(1.05 * keeping.wanted_bytes)
+            self._keep_wanted = with_margin(keeping.wanted_bytes)
             changed |= in_ram
-        if changed or not 0.8 * self._reserved <= measured <= self._reserved:
+        if changed or not still_fits(self._reserved, measured):
             self._reserved = max(measured, 0)
             self._keep_first = first
             self.session.plan()

@@ -618,7 +618,7 @@ class Pager:
         for key, start, stop in self._tiles(piece):
             first, end = piece.span(start, stop)
             data = slab.view(np.uint8, first, end - first)
-            writes.append(self.store.put(key, data, codec=self._codec(piece)))
+            writes.append(self.put(piece, key, data))
         for write in writes:  # until the last has ended, the slab is the store's
             with suppress(Exception):
                 wait(write, what=f"writing the {piece}")
@@ -689,15 +689,19 @@ class Pager:
             )
         )
 
-    def _codec(self, piece: Piece) -> str:
-        """Return how a piece lies on disk: packed, or as it is."""
+    def packing_of(self, piece: Piece) -> str:
+        """Return the codec that the store puts the tiles of a piece with."""
         packed = piece.what in self._packed
         return name_of(piece.dtype.itemsize) if packed else "raw"
+
+    def put(self, piece: Piece, key: str, data: NDArray[np.uint8]) -> Future[None]:
+        """Start to write a tile as its kind is stored; nobody else knows of it until it is done."""
+        return self.store.put(key, data, codec=self.packing_of(piece))
 
     def _write(
         self, piece: Piece, key: str, data: NDArray[np.uint8], landing: _Landing
     ) -> None:
-        future = self.store.put(key, data, codec=self._codec(piece))
+        future = self.put(piece, key, data)
         self._writing[key] = landing.done
         future.add_done_callback(lambda write: self._check_written(piece, write))
         future.add_done_callback(landing)

@@ -14,10 +14,10 @@ from megatrain_nb.codec.names import RAW
 from megatrain_nb.errors import ArgumentError, BudgetError, ModelError
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import Piece, What, moments_of
-from megatrain_nb.store.base import wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from concurrent.futures import Future
 
     from numpy.typing import NDArray
 
@@ -263,39 +263,32 @@ def _convert_stored(
 ) -> None:
     """Read a tile, convert it, and return when it is written."""
     start, stop = tile
-    slabs: list[Slab] = []
+    flights: list[tuple[Slab, list[Future[None]]]] = []
     sources, targets = {}, {}
     try:
         for piece in old:
             read = pager.read_tile(piece, start, stop, patient=True)
             assert read is not None
-            slabs.append(read[0])
+            flights.append((read[0], [] if read[1] is None else [read[1]]))
             pager.wait_for(read[1], f"reading the {piece}")
             sources[piece.what] = piece.over(read[0], start, stop)
         for piece in new:
             first, end = piece.span(start, stop)
-            slabs.append(pager.borrow(end - first, "moments in another codec"))
-            targets[piece.what] = piece.over(slabs[-1], start, stop)
+            slab = pager.borrow(end - first, "moments in another codec")
+            flights.append((slab, []))
+            targets[piece.what] = piece.over(slab, start, stop)
             targets[piece.what].fill(0)
         packs = old[0].pack, new[0].pack
         _convert_tile(pager, *packs, tile, sources, targets, key_of)
-        writes = [
-            pager.store.put(
-                pager.tile_key(piece, start), targets[piece.what].view(np.uint8)
-            )
-            for piece in new
-        ]
-        errors = []
-        for write, piece in zip(writes, new, strict=True):
-            try:
-                wait(write, what=f"writing the {piece}")
-            except Exception as error:  # raised below, when none is in flight
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        writes = [writes for _, writes in flights[len(old) :]]
+        for piece, each in zip(new, writes, strict=True):
+            data = targets[piece.what].view(np.uint8)
+            each.append(pager.put(piece, pager.tile_key(piece, start), data))
+        for piece, each in zip(new, writes, strict=True):
+            pager.wait_for(each[0], f"writing the {piece}")
     finally:
-        for slab in slabs:
-            pager.pool.give(slab)
+        for slab, moving in flights:
+            pager.give_up(slab, moving, what=f"converting tiles of {old[0].pack.name}")
 
 
 def _convert_tile(

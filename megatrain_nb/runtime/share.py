@@ -47,7 +47,7 @@ class DeviceShare:
         if not device.exhausted:
             plan = plan_device(
                 executor.layers.spec,
-                executor.order,
+                executor.expected_order(),
                 limit_bytes=device.limit_bytes,
                 other_bytes=self._other_bytes + sum(x.device_bytes for x in others),
                 wanted_keep_bytes=wanted_keep_bytes if self.holds_activations else 0,

@@ -220,7 +220,7 @@ class SlotDevice:
             if not kind:
                 self.compute_seconds += seconds
                 continue
-            lane = {"ONLOAD": "onload", "OFFLOAD": "offload"}.get(kind, "compute")
+            lane = "link" if num_bytes else "compute"
             if num_bytes:
                 link = self.onloaded if kind == "ONLOAD" else self.offloaded
                 link.note(num_bytes, seconds)

@@ -155,7 +155,7 @@ class Spans(mt.Callback):
         self.spans: list[Span] = []
 
     def on_span(self, span: Span) -> None:
-        if span.lane in ("compute", "onload", "offload"):
+        if span.lane in ("compute", "link"):
             self.spans.append(span)
 
 
@@ -164,7 +164,7 @@ def overlap(spans: list[Span]) -> float:
     computing = sorted(
         (x.start_s, x.end_s) for x in spans if x.kind in ("FORWARD", "BACKWARD")
     )
-    copies = [x for x in spans if x.lane in ("onload", "offload")]
+    copies = [x for x in spans if x.lane == "link"]
     total = sum(x.seconds for x in copies)
     beside = 0.0
     for each in copies:

@@ -22,6 +22,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_the_whole_script_on_the_twin(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--quick", "--device", "twin"]) == 0
     said = capsys.readouterr().out
@@ -70,6 +71,6 @@ def test_overlap() -> None:
         span("BACKWARD", "compute", 3, 6),
         span("WAIT", "compute", 6, 9),
     ]
-    copies = [span("ONLOAD", "onload", 2, 5), span("OFFLOAD", "offload", 5, 7)]
+    copies = [span("ONLOAD", "link", 2, 5), span("OFFLOAD", "link", 5, 7)]
     assert gpu.overlap(computing + copies) == pytest.approx(4 / 5)
     assert gpu.overlap(computing) == 0.0

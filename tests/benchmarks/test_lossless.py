@@ -109,6 +109,8 @@ def measure(values: NDArray[Any]) -> tuple[int, float, float]:
 
 @pytest.mark.slow
 def test_ratio_and_speed(benchmark: Any) -> None:
+    if not benchmark.enabled:
+        pytest.skip("give --benchmark-enable")
     chunks.warm_up()
     tensors = trained()
     found = {name: measure(values) for name, values in tensors.items()}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_DRAW_S = {80: 3e-3, 200: 8e-3}
 MAX_RATIO = 1.01
-PAIRS = 12
+PAIRS = 8
 
 
 @pytest.mark.parametrize("blocks", MAX_DRAW_S)

@@ -251,8 +251,8 @@ def test_encoded_moments_need_the_same_setting(tmp_path: Path) -> None:
 
     options: dict[str, Any] = {"optimizer_compression": "4bit"}
     with opened(tmp_path, "disk", 4096, **options) as session:
-        pair: Any = mt.wrap(make())
-        mt.train_step(*pair, make_window("llama", 0, 1))
+        model, optimizer = mt.wrap(make())
+        mt.train_step(model, optimizer, make_window("llama", 0, 1))
         session.save_checkpoint()
     with opened(tmp_path, "disk", 4096) as session:
         mt.wrap(make())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.controls import Controls
+from megatrain_nb.runtime.export import save_pretrained
 from tests.runtime.common import (
     TinyLM,
     opened,
@@ -117,3 +120,59 @@ def test_stop_ends_a_plain_loop_after_a_whole_step(tmp_path: Path) -> None:
         plain_step(plain, other, step)
     for name, values in snapshot(plain).items():
         assert torch.allclose(values, streamed[name], rtol=1e-4, atol=1e-6)
+
+
+class Person(transformers.TrainerCallback):
+    """Asks for a save after step 2 and for the end after step 3; logs every step from the second on."""
+
+    def __init__(self, controls: Controls) -> None:
+        self.controls = controls
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 1:
+            self.controls.logging_steps = 1
+        if state.global_step == 2:
+            self.controls.save()
+        if state.global_step == 3:
+            self.controls.stop()
+
+
+def test_trainer_obeys(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=32,
+    )  # fmt: skip
+    rows = [{"input_ids": [i, i + 1, i + 2], "labels": [1, 2, 3]} for i in range(16)]
+    with opened(tmp_path / "offload") as session:
+        model = mt.from_config(config, transformers.AutoModelForCausalLM, seed=0)
+        args = transformers.TrainingArguments(
+            str(tmp_path / "out"), max_steps=100, per_device_train_batch_size=1, logging_steps=50,
+            save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True,
+        )  # fmt: skip
+        trainer = mt.Trainer(
+            model=model,
+            args=args,
+            train_dataset=rows,
+            callbacks=[Person(session.controls)],
+        )
+        trainer.train()
+        assert trainer.state.global_step == session.last_step.step == 3  # type: ignore[union-attr]
+        logged = [
+            entry["step"] for entry in trainer.state.log_history if "loss" in entry
+        ]
+        assert logged == [2, 3]
+        saved = tmp_path / "out" / "step-000002"
+        assert session.controls.said == f"saved step 2 to {saved}"
+        assert not session.controls.stopping
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(saved)
+        same = [
+            torch.equal(a, b)
+            for a, b in zip(loaded.parameters(), model.parameters(), strict=True)
+        ]
+        assert not all(same)  # of step 2, and the model went on
+        session.controls.save()
+        session.controls.obey(3, partial(save_pretrained, model), threading.Event())
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out" / "step-000003"
+        )
+        for a, b in zip(loaded.parameters(), model.parameters(), strict=True):
+            assert torch.equal(a, b)

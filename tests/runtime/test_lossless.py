@@ -135,6 +135,32 @@ def test_tiles_of_a_split_pack(tmp_path: Path) -> None:
         assert codecs["exp_avg"] == codecs["exp_avg_sq"] == "lossless32"
 
 
+def test_packed_weights_beside_quantised_moments(tmp_path: Path) -> None:
+    plain, _, _ = train(tmp_path, optimizer_compression="4bit")
+    packed, sizes, _ = train(
+        tmp_path, optimizer_compression="4bit", weight_compression="lossless"
+    )
+    assert differing(plain, packed) == []
+    assert 0 < sizes[1] < sizes[0] * 0.95
+
+
+def test_moments_that_are_fp32_again_are_packed(tmp_path: Path) -> None:
+    """A session that packs moments packs those that a conversion writes as well."""
+    with opened(tmp_path, optimizer_compression="lossless") as session:
+        model, optimizer = wrapped(seeded(wide), lr=1e-2)
+        window_step(model, optimizer, 0)
+        optimizer.finish()
+        model._megatrain.pager.barrier()
+        sizes = [session.store.packed_sizes()]
+        for codec in ("8bit", False):
+            mt.recompress(model, codec)
+            model._megatrain.pager.barrier()
+            sizes.append(session.store.packed_sizes())
+        assert sizes[1][0] < sizes[0][0] / 10  # vectors and norms alone stay fp32
+        assert sizes[2][0] == sizes[0][0]
+        assert sizes[2][1] < sizes[2][0]
+
+
 def test_it_goes_on_exactly_after_small_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,397 @@
+"""The memory-budget explorer: move a slider, see where every byte would be and how fast a step would go.
+
+The picture is an ordinary HTML output that each change replaces, so that a saved notebook keeps the last one;
+only the controls are widgets.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatrain_nb.codec.choice import Compression, parse_compression
+from megatrain_nb.codec.names import NAMES
+from megatrain_nb.notebook.forecast import plan_html
+from megatrain_nb.notebook.lines import magic_line, python_lines
+from megatrain_nb.plan import catalogue
+from megatrain_nb.plan.planner import make_plan
+from megatrain_nb.plan.report import as_text
+from megatrain_nb.runtime.forecast import find_machine, find_shape, read_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatrain_nb.plan.machine import Machine
+    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.shape import Shape
+
+_THIS = "this machine"
+_GIVEN = "the given one"
+_LENGTHS = [2**power for power in range(6, 18)]
+_COUNTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+_SIZES = ("ram", "vram", "disk", "read", "write", "link")
+_DISK_DIR = "/nvme/scratch"
+
+
+def explore(what: Any = None, machine: Any = None, **choices: Any) -> Explorer:
+    """Open the explorer.
+
+    Parameters
+    ----------
+    what
+        As for `estimate`; left out: a model of 8 billion parameters.
+    machine
+        As for `estimate`; left out: this one if it was probed, else one from the catalogue.
+    **choices
+        ``seq_len``, ``batch``, ``accumulation``, ``dtype``, ``max_ram_gb``, ``max_vram_gb``, ``max_disk_gb``:
+        where the controls begin.
+
+    Returns
+    -------
+    Explorer
+        Displays as controls and a picture; ``explorer.plan`` is the plan that it shows.
+    """
+    return Explorer(what, machine, **choices)
+
+
+class Explorer:
+    """Controls, and the plan that follows from them.
+
+    Attributes
+    ----------
+    plan
+        What is shown now.
+    redraw_seconds
+        How long the last change took, from the control to the picture being sent.
+    """
+
+    def __init__(self, what: Any = None, machine: Any = None, **choices: Any) -> None:
+        from megatrain_nb.runtime.forecast import estimate  # noqa: PLC0415
+
+        self._shapes: dict[str, Shape] = {}
+        self._machines: dict[str, Machine] = {}
+        model, named = self._take_model(what), self._take_machine(machine)
+        self.plan: Plan = estimate(self._shape(model), self._machine(named), **choices)
+        self.redraw_seconds = 0.0
+        self._given = self.plan.choices
+        self._model, self._named = model, named
+        self._handle: Any = None
+        self._controls: dict[str, Any] = {}
+        self._filling = False
+        self._moved: dict[str, Any] = {}
+
+    # -- what is chosen -----------------------------------------------------------------------------------
+
+    def _take_model(self, what: Any) -> str:
+        if what is None:
+            return "llama-3.1-8b"
+        shape = find_shape(what)
+        if isinstance(what, str) and shape.name in catalogue.models():
+            return shape.name
+        self._shapes[shape.name] = shape
+        return shape.name
+
+    def _take_machine(self, machine: Any) -> str:
+        if machine is None:
+            found = read_cache(None)
+            if found is None:
+                return "rtx-4090"
+            self._machines[_THIS] = found
+            return _THIS
+        found = find_machine(machine)
+        if isinstance(machine, str):
+            return found.name
+        self._machines[_GIVEN] = found
+        return _GIVEN
+
+    def _shape(self, name: str) -> Shape:
+        return self._shapes.get(name) or catalogue.model(name)
+
+    def _machine(self, name: str) -> Machine:
+        return self._machines.get(name) or catalogue.machine(name)
+
+    # -- what is shown -------------------------------------------------------------------------------------
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import display  # noqa: PLC0415
+
+        if _in_kernel():
+            display(self._make_controls())
+        self._handle = display(self._bundle(), raw=True, display_id=True)
+
+    def __repr__(self) -> str:
+        return as_text(self.plan)
+
+    def _bundle(self) -> dict[str, str]:
+        return {"text/html": plan_html(self.plan), "text/plain": as_text(self.plan)}
+
+    def _make_controls(self) -> Any:
+        import ipywidgets as widgets  # noqa: PLC0415 - slow to import
+
+        window, choices = self.plan.choices.window, self.plan.choices
+        machine = self.plan.machine
+        wide = widgets.Layout(width="410px")
+        style = {"description_width": "130px"}
+
+        def choose(name: str, options: Any, value: Any, kind: Any = None) -> Any:
+            make = kind or widgets.Dropdown
+            return make(
+                description=name,
+                options=options,
+                value=value,
+                layout=wide,
+                style=style,
+                **({"continuous_update": True} if kind else {}),
+            )
+
+        def size(name: str, num_bytes: float, unit: str = "GB") -> Any:
+            return widgets.FloatLogSlider(
+                description=f"{name}, {unit}",
+                value=max(num_bytes / 1e9, 0.1),
+                base=10,
+                min=-1,
+                max=4.5,
+                step=0.02,
+                readout_format=".4g",
+                layout=wide,
+                style=style,
+            )
+
+        slider = widgets.SelectionSlider
+        models = [*self._shapes, *catalogue.models()]
+        machines = [*self._machines, *catalogue.machines()]
+        controls = {
+            "model": choose("model", models, self._model),
+            "machine": choose("machine", machines, self._named),
+            "dtype": choose(
+                "dtype",
+                ["float32", "bfloat16"],
+                "bfloat16" if choices.bf16 else "float32",
+            ),
+            "moments": choose(
+                "Adam's moments",
+                list(dict.fromkeys(["fp32", *NAMES, self._moments()])),
+                self._moments(),
+            ),
+            "seq_len": choose(
+                "tokens in a row",
+                _with(_LENGTHS, window.seq_len),
+                window.seq_len,
+                slider,
+            ),
+            "batch": choose(
+                "rows at once", _with(_COUNTS, window.batch), window.batch, slider
+            ),
+            "accumulation": choose(
+                "micro-batches",
+                _with(_COUNTS, window.accumulation),
+                window.accumulation,
+                slider,
+            ),
+            "ram": size("RAM", choices.max_ram_bytes or machine.ram_bytes),
+            "vram": size("device memory", choices.max_vram_bytes or machine.vram_bytes),
+            "disk": size("disk", choices.max_disk_bytes or machine.disk_bytes),
+            "read": size("disk read", machine.read_bytes_per_s, "GB/s"),
+            "write": size("disk write", machine.write_bytes_per_s, "GB/s"),
+            "link": size("link", machine.onload_bytes_per_s, "GB/s"),
+        }
+        self._controls = controls
+        for name, control in controls.items():
+            control.observe(self._listener(name), names="value")
+        self._show_device(machine)
+        self._copy = CopyLines(self._lines())
+        left = widgets.VBox([controls[n] for n in list(controls)[:7]])
+        right = widgets.VBox([controls[n] for n in list(controls)[7:]])
+        grid = widgets.HBox([left, right], layout=widgets.Layout(flex_flow="row wrap"))
+        return widgets.VBox([grid, self._copy.widget])
+
+    def _listener(self, name: str) -> Callable[[Any], None]:
+        def changed(_: Any) -> None:
+            if not self._filling:
+                self._change(name)
+
+        return changed
+
+    def _change(self, name: str) -> None:
+        start = time.perf_counter()
+        if name == "machine":
+            self._given = replace(
+                self._given,
+                max_ram_bytes=None,
+                max_vram_bytes=None,
+                max_disk_bytes=None,
+            )
+            self._named = self._controls["machine"].value
+            for size in _SIZES:
+                self._moved.pop(size, None)
+            self._fill(self._machine(self._named))
+        else:
+            self._moved[name] = self._controls[name].value
+        self.plan = self._planned()
+        self._draw()
+        self.redraw_seconds = time.perf_counter() - start
+
+    def _draw(self) -> None:
+        if self._handle is not None:
+            self._handle.update(self._bundle(), raw=True)
+        self._copy.show(self._lines())
+
+    def _planned(self) -> Plan:
+        """Return the plan with what was moved; a slider that was not stands near its value, not at it."""
+        moved, base = self._moved, self._machine(self._named)
+        read = moved["read"] * 1e9 if "read" in moved else base.read_bytes_per_s
+        write = moved["write"] * 1e9 if "write" in moved else base.write_bytes_per_s
+        # Both at once change as much as each alone does.
+        before = 1 / base.read_bytes_per_s + 1 / base.write_bytes_per_s
+        figures: dict[str, Any] = {
+            "read_bytes_per_s": read,
+            "write_bytes_per_s": write,
+            "mixed_bytes_per_s": base.mixed_bytes_per_s
+            * before
+            / (1 / read + 1 / write),
+        }
+        budgets = {
+            name: round(moved[name] * 1e9) if name in moved else None
+            for name in ("ram", "vram", "disk")
+        }
+        if "link" in moved:
+            figures |= dict.fromkeys(
+                ("onload_bytes_per_s", "offload_bytes_per_s"), moved["link"] * 1e9
+            )
+        for name, size in budgets.items():
+            if size is not None and (name != "vram" or not base.in_place):
+                had = getattr(base, f"{name}_bytes")
+                figures[f"{name}_bytes"] = max(had, size)
+        choices, window = self.plan.choices, self.plan.choices.window
+        choices = replace(
+            choices,
+            window=replace(
+                window,
+                **{
+                    name: moved[name]
+                    for name in ("batch", "seq_len", "accumulation")
+                    if name in moved
+                },
+            ),
+            bf16=moved.get("dtype", "bfloat16" if choices.bf16 else "float32")
+            == "bfloat16",
+            compression=self._compression(),
+            max_ram_bytes=budgets["ram"] or self._given.max_ram_bytes,
+            max_vram_bytes=budgets["vram"] or self._given.max_vram_bytes,
+            max_disk_bytes=budgets["disk"] or self._given.max_disk_bytes,
+        )
+        shape = self._shape(moved.get("model", self._model))
+        return make_plan(shape, base.changed(**figures), choices)
+
+    def _moments(self) -> str:
+        return str(self.plan.choices.compression) or "fp32"
+
+    def _compression(self) -> Compression:
+        chosen = self._moved.get("moments")
+        if chosen is None:
+            return self._given.compression
+        return parse_compression(False if chosen == "fp32" else chosen)
+
+    def _fill(self, machine: Machine) -> None:
+        """Let the sliders show another machine's figures."""
+        self._filling = True
+        try:
+            for name, value in (
+                ("ram", machine.ram_bytes),
+                ("vram", machine.vram_bytes),
+                ("disk", machine.disk_bytes),
+                ("read", machine.read_bytes_per_s),
+                ("write", machine.write_bytes_per_s),
+                ("link", machine.onload_bytes_per_s),
+            ):
+                self._controls[name].value = max(value / 1e9, 0.1)
+        finally:
+            self._filling = False
+        self._show_device(machine)
+
+    def _show_device(self, machine: Machine) -> None:
+        for name in ("vram", "link"):
+            self._controls[name].disabled = machine.in_place
+
+    def _lines(self) -> str:
+        directory = _session_directory()
+        return f"{magic_line(self.plan, directory)}\n\n{python_lines(self.plan, directory)}"
+
+
+class CopyLines:
+    """The lines to paste, and a button that copies them."""
+
+    def __init__(self, text: str) -> None:
+        import anywidget  # noqa: PLC0415 - slow to import
+        import traitlets  # noqa: PLC0415
+
+        class Lines(anywidget.AnyWidget):
+            _esm = _COPY
+            _css = _COPY_STYLE
+            text = traitlets.Unicode().tag(sync=True)
+
+        self.widget = Lines(text=text)
+
+    def show(self, text: str) -> None:
+        """Show other lines."""
+        self.widget.text = text
+
+
+# The clipboard's own interface is there only on a secure page; the older way works on every one.
+_COPY = """
+function render({ model, el }) {
+  const box = document.createElement("details");
+  const head = document.createElement("summary");
+  head.textContent = "The lines that do this";
+  const button = document.createElement("button");
+  button.textContent = "Copy";
+  button.type = "button";
+  const lines = document.createElement("textarea");
+  lines.readOnly = true;
+  lines.setAttribute("aria-label", "The lines that do this");
+  const show = () => {
+    lines.value = model.get("text");
+    lines.rows = Math.min(24, lines.value.split("\\n").length + 1);
+  };
+  button.addEventListener("click", async () => {
+    lines.select();
+    try { await navigator.clipboard.writeText(lines.value); }
+    catch { document.execCommand("copy"); }
+    button.textContent = "Copied";
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  });
+  model.on("change:text", show);
+  show();
+  box.append(head, button, lines);
+  el.append(box);
+  el.classList.add("megatrain-lines");
+}
+export default { render };
+"""
+_COPY_STYLE = """
+.megatrain-lines { font: 13px/1.45 var(--jp-ui-font-family, system-ui, sans-serif); color: inherit; }
+.megatrain-lines textarea { display: block; width: 100%; max-width: 940px; margin-top: 6px; box-sizing: border-box;
+  font: 12px/1.4 var(--jp-code-font-family, monospace); color: inherit; background: rgba(128,128,128,.08);
+  border: 1px solid rgba(128,128,128,.35); border-radius: 4px; padding: 6px; }
+.megatrain-lines button { margin-top: 6px; padding: 2px 12px; color: inherit; background: rgba(128,128,128,.15);
+  border: 1px solid rgba(128,128,128,.35); border-radius: 4px; cursor: pointer; }
+"""
+
+
+def _with(options: list[int], value: int) -> list[int]:
+    return sorted({*options, value})
+
+
+def _in_kernel() -> bool:
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module else None
+    return hasattr(shell, "kernel")
+
+
+def _session_directory() -> str:
+    from megatrain_nb.runtime.forecast import session_directory  # noqa: PLC0415
+
+    found = session_directory()
+    return _DISK_DIR if found is None else str(found)

@@ -1,0 +1,234 @@
+"""A plan as text and as HTML that a saved notebook keeps: tables and coloured boxes, no script."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+from typing import TYPE_CHECKING
+
+from megatrain_nb.units import format_bytes, format_count, format_seconds
+
+if TYPE_CHECKING:
+    from megatrain_nb.plan.planner import Item, Plan
+
+# Okabe and Ito's palette, in mid tones that a light and a dark page both carry.
+COLOURS = {
+    "weights": "#3b8fd4",
+    "gradients": "#1fa37a",
+    "Adam's moments": "#e69f00",
+    "buffers for what streams": "#56b4e9",
+    "slots for weights and gradients": "#56b4e9",
+    "inputs of the blocks": "#cc79a7",
+    "one block's activations": "#d55e00",
+    "activations": "#d55e00",
+    "activations that are kept": "#a0522d",
+    "logits": "#b8860b",
+    "holes between those": "#c8a08a",
+    "room to write new versions": "#56b4e9",
+    "Python and torch": "#8c8c8c",
+}
+OTHER = "#707a8a"
+TIERS = {"vram": "device memory", "ram": "RAM", "disk": "disk"}
+LANES = {
+    "compute": ("compute", "#3b8fd4"),
+    "update": ("AdamW", "#1fa37a"),
+    "link": ("link", "#cc79a7"),
+    "disk": ("disk", "#e69f00"),
+}
+BOUNDS = {
+    "compute": "computing",
+    "disk": "the disk",
+    "link": "the link to the device",
+    "memory": "host memory",
+}
+_TRACK = "rgba(128,128,128,.2)"
+_FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
+
+
+def colour(name: str) -> str:
+    """Return the colour of an item."""
+    return COLOURS.get(name, "#3b8fd4" if name.startswith("weights") else OTHER)
+
+
+def tiers_of(plan: Plan) -> dict[str, tuple[Item, ...]]:
+    """Return the items of each tier that the plan uses."""
+    found = {"vram": plan.vram, "ram": plan.ram, "disk": plan.disk}
+    return {name: items for name, items in found.items() if items or name == "disk"}
+
+
+def title(plan: Plan) -> str:
+    """Return what the plan is of, in one line."""
+    choices, window = plan.choices, plan.choices.window
+    dtype = "bf16 with an fp32 master" if choices.bf16 else "fp32"
+    if choices.compression:
+        dtype += f", moments {choices.compression}"
+    return (
+        f"{plan.shape.name} ({format_count(plan.shape.num_params)} parameters, {dtype}) on {plan.machine.name}, "
+        f"{window.batch} x {window.seq_len} tokens x {window.accumulation}"
+    )
+
+
+def verdict(plan: Plan) -> str:
+    """Return whether it fits, in one line."""
+    if not plan.fits:
+        return "does not fit"
+    if not plan.offloads:
+        return "fits without offload: nothing is read or written"
+    return "fits"
+
+
+def rows(plan: Plan) -> list[tuple[str, str]]:
+    """Return label and text of every line."""
+    found = [("verdict", verdict(plan))]
+    found += [("", problem) for problem in plan.problems]
+    limits = plan.limits
+    for tier, items in tiers_of(plan).items():
+        total = sum(item.num_bytes for item in items)
+        parts = ", ".join(
+            f"{item.name} {format_bytes(item.num_bytes)}" for item in items
+        )
+        found.append(
+            (
+                TIERS[tier],
+                f"{format_bytes(total)} of {format_bytes(limits[tier])}"
+                + (f": {parts}" if parts else ""),
+            )
+        )
+    found += _time_rows(plan)
+    found += [("to do", text) for text in plan.advice]
+    assumed = plan.machine.assumed
+    if assumed:
+        whole = len(assumed) > 10
+        found.append(
+            (
+                "assumed",
+                "all of the machine's figures: what its makers publish"
+                if whole
+                else ", ".join(sorted(assumed)),
+            )
+        )
+    return found
+
+
+def _time_rows(plan: Plan) -> list[tuple[str, str]]:
+    moved = {way: size for way, size in plan.moved_bytes.items() if size}
+    found = [
+        (
+            "a step",
+            f"{format_seconds(plan.step_seconds)}, {format_count(plan.tokens_per_second)} tokens/s; a billion tokens "
+            f"in {span_text(1e9 / plan.tokens_per_second)}",
+        ),
+        (
+            "its bound",
+            f"{BOUNDS[plan.bound_by]}: "
+            + ", ".join(
+                f"{BOUNDS[name]} needs {format_seconds(seconds)}"
+                for name, seconds in plan.least_seconds.items()
+            ),
+        ),
+    ]
+    if moved:
+        found.append(
+            (
+                "it moves",
+                ", ".join(f"{way} {format_bytes(size)}" for way, size in moved.items()),
+            )
+        )
+    if plan.written_bytes_per_step:
+        years = plan.drive_years
+        life = (
+            f"; the drives' warranted writes last {span_text(years * 31_557_600)}"
+            if math.isfinite(years)
+            else ""
+        )
+        found.append(
+            ("it writes", f"{format_bytes(plan.written_bytes_per_day)} a day{life}")
+        )
+    total = sum(item.num_bytes for item in plan.conventional)
+    parts = ", ".join(
+        f"{item.name} {format_bytes(item.num_bytes)}" for item in plan.conventional
+    )
+    found.append(
+        ("all in one memory", f"{format_bytes(total)} conventionally: {parts}")
+    )
+    return found
+
+
+def span_text(seconds: float) -> str:
+    """Return a long time as a person would say it.
+
+    Examples
+    --------
+    >>> span_text(90_000), span_text(10**7), span_text(10**9)
+    ('25.0 h', '116 days', '31.7 years')
+    """
+    for unit, size in (("years", 31_557_600), ("days", 86400), ("h", 3600)):
+        if seconds >= (2 if unit != "h" else 1) * size:
+            value = seconds / size
+            return f"{value:.0f} {unit}" if value >= 99.5 else f"{value:.1f} {unit}"
+    return format_seconds(seconds)
+
+
+def as_text(plan: Plan) -> str:
+    """Return the plan as lines of text."""
+    lines = rows(plan)
+    width = max(len(label) for label, _ in lines)
+    return "\n".join(
+        [title(plan), *(f"{label:<{width}}  {text}" for label, text in lines)]
+    )
+
+
+def as_html(plan: Plan) -> str:
+    """Return the plan as bars and a table."""
+    cells = "".join(
+        '<tr><th style="text-align:left;padding:2px 12px 2px 0;white-space:nowrap;vertical-align:top">'
+        f'{escape(label)}</th><td style="text-align:left;padding:2px 0">{escape(text)}</td></tr>'
+        for label, text in rows(plan)
+    )
+    return (
+        f'<div style="max-width:980px;font:13px/1.45 {_FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="font-size:15px;font-weight:600;margin:4px 0 8px">{escape(title(plan))}</div>'
+        f"{bars_html(plan)}"
+        f'<table style="margin-top:10px;border-collapse:collapse">{cells}</table></div>'
+    )
+
+
+def bars_html(plan: Plan) -> str:
+    """Return one bar for each tier, with its limit as a line."""
+    rows = "".join(
+        _bar_html(TIERS[tier], items, plan.limits[tier])
+        for tier, items in tiers_of(plan).items()
+    )
+    names = dict.fromkeys(
+        item.name
+        for items in tiers_of(plan).values()
+        for item in items
+        if item.num_bytes
+    )
+    legend = "".join(
+        '<span style="display:inline-block;margin-right:14px"><span style="display:inline-block;width:10px;'
+        f'height:10px;margin-right:5px;border-radius:2px;background-color:{colour(name)}"></span>'
+        f"{escape(name)}</span>"
+        for name in names
+    )
+    return f'{rows}<div style="margin-top:6px;line-height:1.7">{legend}</div>'
+
+
+def _bar_html(name: str, items: tuple[Item, ...], limit: int) -> str:
+    total = sum(item.num_bytes for item in items)
+    whole = max(total, limit, 1)
+    over = total > limit
+    parts = "".join(
+        f'<div title="{escape(item.name)}: {format_bytes(item.num_bytes)}" '
+        f'style="width:{item.num_bytes / whole:.3%};background-color:{colour(item.name)}"></div>'
+        for item in items
+    )
+    mark = "#d55e00" if over else "currentColor"
+    return (
+        '<div style="display:flex;justify-content:space-between;margin-top:6px">'
+        f"<span>{escape(name)}</span><span><b>{format_bytes(total)}</b> of {format_bytes(limit)}"
+        f"{' (too much)' if over else ''}</span></div>"
+        f'<div style="position:relative;display:flex;height:16px;background-color:{_TRACK};border-radius:3px;'
+        f'overflow:hidden">{parts}<div style="position:absolute;left:calc({limit / whole:.3%} - 2px);top:0;width:2px;'
+        f'height:16px;background-color:{mark}"></div></div>'
+    )

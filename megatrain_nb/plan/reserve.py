@@ -1,0 +1,53 @@
+"""How much RAM is set aside for the model's own tensors: guessed first, then learned from what the kernel counts."""
+
+from __future__ import annotations
+
+# Until the first blocks have run, a quarter of the budget is set aside for what the model allocates.
+_FIRST_GUESS = 0.25
+_MARGIN = 1.05
+_KEPT_SHARE = 0.8
+
+
+def first_guess(budget_bytes: int) -> int:
+    """Return what is set aside before anything was measured, in bytes.
+
+    Examples
+    --------
+    >>> first_guess(8_000_000_000)
+    2000000000
+    """
+    return round(budget_bytes * _FIRST_GUESS)
+
+
+def with_margin(peak_bytes: float) -> int:
+    """Return a little more than was measured, so that a window that is hardly larger changes nothing.
+
+    Examples
+    --------
+    >>> with_margin(1000)
+    1050
+    """
+    return round(_MARGIN * peak_bytes)
+
+
+def still_fits(reserved_bytes: int, measured_bytes: int) -> bool:
+    """Whether what is set aside holds what was measured, and is not much too large.
+
+    Examples
+    --------
+    >>> still_fits(1000, 900), still_fits(1000, 1100), still_fits(1000, 700)
+    (True, False, False)
+    """
+    return _KEPT_SHARE * reserved_bytes <= measured_bytes <= reserved_bytes
+
+
+def settled(budget_bytes: int, peak_bytes: float) -> int:
+    """Return what is set aside once a session has learned that so much is taken, in bytes.
+
+    Examples
+    --------
+    >>> settled(4000, 900), settled(4000, 100)
+    (1000, 105)
+    """
+    guess, measured = first_guess(budget_bytes), with_margin(peak_bytes)
+    return guess if still_fits(guess, measured) else measured

@@ -1,0 +1,473 @@
+"""Let a schedule run on a machine that is only numbers: when each thing would happen.
+
+The schedule is that of `megatrain_nb.plan.schedule`, which the runtime obeys; what each action does is what
+the runtime does (docs/architecture.md, "One optimizer step"). The result is a list of spans, as a real run
+gives.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatrain_nb.plan.memory import written_bytes
+from megatrain_nb.plan.schedule import Action, Kind, make_schedule
+from megatrain_nb.plan.timeline import Span
+from megatrain_nb.plan.traffic import NUM_FIRST
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from megatrain_nb.plan.machine import Machine
+    from megatrain_nb.plan.memory import Residency
+    from megatrain_nb.plan.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTimes:
+    """Seconds that a block computes for a whole window; ``again_s`` for what backward computes again."""
+
+    forward_s: float
+    again_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulated:
+    """One step in the middle of training.
+
+    Attributes
+    ----------
+    spans
+        What happens when, from 0.
+    seconds
+        How long it takes.
+    read_bytes, written_bytes
+        Moved between disk and RAM.
+    onload_bytes, offload_bytes
+        Moved between RAM and device.
+    busy_s
+        By lane: ``compute``, ``disk``, ``update``, ``link``.
+    """
+
+    spans: tuple[Span, ...]
+    seconds: float
+    read_bytes: int
+    written_bytes: int
+    onload_bytes: int
+    offload_bytes: int
+    busy_s: dict[str, float]
+
+
+@dataclass(slots=True)
+class _Job:
+    kind: str
+    name: str
+    num_bytes: int
+    ready_s: float
+    left: float
+    end_s: float | None = None
+
+
+class _Disk:
+    """Serves reads before writes, one byte after the other; so much may wait to be written."""
+
+    def __init__(self, machine: Machine, spans: list[Span], room_bytes: int) -> None:
+        read, write = machine.read_bytes_per_s, machine.write_bytes_per_s
+        self._rates = {"READ": read, "WRITE": write}
+        # Both at once may be slower, or faster, than one after the other.
+        self._both = machine.mixed_bytes_per_s * (read + write) / (2 * read * write)
+        self._queues: dict[str, deque[_Job]] = {"READ": deque(), "WRITE": deque()}
+        self._now = 0.0
+        self._spans = spans
+        self._room_bytes = room_bytes
+        self._waiting = 0
+        self._written: dict[tuple[str, int], _Job] = {}
+        self.moved = {"READ": 0, "WRITE": 0}
+
+    def put(
+        self, key: tuple[str, int], name: str, num_bytes: int, at_s: float
+    ) -> float:
+        """Write behind; returns when the caller may go on: what waits must have room."""
+        self._written[key] = self._add("WRITE", name, num_bytes, at_s)
+        self._waiting += num_bytes
+        free_s = 0.0
+        while self._waiting > max(self._room_bytes, num_bytes):
+            free_s = self.finish(self._queues["WRITE"][0])
+        return free_s
+
+    def get(
+        self, key: tuple[str, int], name: str, num_bytes: int, at_s: float
+    ) -> tuple[_Job, float]:
+        """Start to read; also when the caller may go on: a write of the same bytes has to land first."""
+        before = self._written.pop(key, None)
+        free_s = at_s if before is None else max(at_s, self.finish(before))
+        return self._add("READ", name, num_bytes, free_s), free_s
+
+    def has_written(self, key: tuple[str, int]) -> bool:
+        """Whether these bytes were written and not read since."""
+        return key in self._written
+
+    def finish(self, job: _Job) -> float:
+        """Return when a job is done."""
+        while job.end_s is None:
+            self._step()
+        return job.end_s
+
+    def _add(self, kind: str, name: str, num_bytes: int, at_s: float) -> _Job:
+        job = _Job(kind, name, num_bytes, at_s, num_bytes)
+        self._queues[kind].append(job)
+        self.moved[kind] += num_bytes
+        return job
+
+    def _step(self) -> None:
+        """Work on the first job until it is done, or a read comes."""
+        reads, writes = self._queues["READ"], self._queues["WRITE"]
+        heads = [queue[0] for queue in (reads, writes) if queue]
+        self._now = max(self._now, min(job.ready_s for job in heads))
+        job = next(job for job in heads if job.ready_s <= self._now)
+        rate = self._rates[job.kind]
+        if all(head.ready_s <= self._now for head in heads) and len(heads) > 1:
+            rate *= self._both
+        seconds = job.left / rate
+        if job.kind == "WRITE" and reads:
+            seconds = min(seconds, reads[0].ready_s - self._now)
+        start, self._now = self._now, self._now + seconds
+        job.left -= rate * seconds
+        if job.left <= 0.5:
+            job.end_s = self._now
+            self._queues[job.kind].popleft()
+            if job.kind == "WRITE":
+                self._waiting -= job.num_bytes
+        self._spans.append(
+            Span(
+                kind=job.kind,
+                name=job.name,
+                start_s=start,
+                end_s=self._now,
+                num_bytes=round(rate * seconds),
+                lane="disk",
+            )
+        )
+
+
+@dataclass(slots=True)
+class _State:
+    """Where everything is while the step goes on."""
+
+    loaded: set[int] = field(default_factory=set)  # packs whose weights are in RAM
+    reading: dict[int, _Job] = field(default_factory=dict)
+    dirty: set[int] = field(default_factory=set)  # newer in RAM than on disk
+    due: set[int] = field(default_factory=set)
+    for_update: dict[int, list[_Job]] = field(default_factory=dict)
+    grads: set[int] = field(default_factory=set)  # packs whose gradient stays in RAM
+    on_device: set[int] = field(default_factory=set)
+    late_s: dict[int, float] = field(default_factory=dict)  # gradient leaves the device
+
+
+class Simulation:
+    """One model's steps on one machine.
+
+    Parameters
+    ----------
+    spec, residency
+        The model, and what stays in RAM.
+    order
+        Block indices in the order in which forward passes them.
+    times
+        By block.
+    machine
+        Its rates.
+    trained
+        Packs that are trained.
+    stay
+        Packs whose weights stay on a device until they change.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        residency: Residency,
+        order: Sequence[int],
+        times: Sequence[BlockTimes],
+        machine: Machine,
+        trained: frozenset[int],
+        stay: frozenset[int] = frozenset(),
+    ) -> None:
+        self._spec = spec
+        self._residency = residency
+        self._order = list(order)
+        self._times = times
+        self._machine = machine
+        self._trained = trained
+        self._stay = stay
+        self._spans: list[Span] = []
+        self._disk = _Disk(machine, self._spans, written_bytes(spec))
+        self._state = _State()
+        self._now = 0.0  # the training thread
+        self._device = self._onload = self._offload = 0.0
+        self._linked = {"ONLOAD": 0, "OFFLOAD": 0}
+        self._first = self._packs(self._order[:NUM_FIRST])
+        self._last = self._packs(self._order[-1 - NUM_FIRST : -1])
+
+    def run(self) -> Simulated:
+        """Return the second of two steps: the first one fills the pipeline."""
+        self._step()
+        begin, before = max(self._now, self._device), dict(self._disk.moved)
+        linked = dict(self._linked)
+        self._step()
+        end = max(self._now, self._device)
+        spans = tuple(
+            Span(
+                kind=span.kind,
+                name=span.name,
+                start_s=max(span.start_s, begin) - begin,
+                end_s=min(span.end_s, end) - begin,
+                num_bytes=span.num_bytes,
+                lane=span.lane,
+            )
+            for span in self._spans
+            if span.end_s > begin and span.start_s < end
+        )
+        busy = dict.fromkeys(("compute", "update", "disk", "link"), 0.0)
+        for span in spans:
+            if span.kind != "WAIT":
+                busy[span.lane] += span.seconds
+        return Simulated(
+            spans=spans,
+            seconds=end - begin,
+            read_bytes=self._disk.moved["READ"] - before["READ"],
+            written_bytes=self._disk.moved["WRITE"] - before["WRITE"],
+            onload_bytes=self._linked["ONLOAD"] - linked["ONLOAD"],
+            offload_bytes=self._linked["OFFLOAD"] - linked["OFFLOAD"],
+            busy_s=busy,
+        )
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        order = self._order
+        self._pass(order, Kind.FORWARD, soon=self._last)
+        self._pass(order[-2::-1], Kind.BACKWARD, soon=self._first)
+        self._now = max(self._now, self._device)
+        if not self._machine.in_place:
+            self._state.on_device.clear()  # the device's copies are old now
+        self._state.due = set(self._trained)
+
+    def _pass(self, order: Sequence[int], kind: Kind, *, soon: frozenset[int]) -> None:
+        blocks = self._spec.blocks
+        ahead: list[int] = []
+        for action in make_schedule(self._spec, order, kind):
+            packs = blocks[action.block].packs
+            if action.kind is Kind.READ:
+                ahead.append(action.block)
+                self._read(packs)
+            elif action.kind is kind:
+                ahead.remove(action.block)
+                self._compute(action, turning=action.block == self._order[-1])
+            else:
+                needed = self._packs(ahead)
+                # The last block of a forward leaves as backward begins, which ends with the first ones.
+                turned = action.block == self._order[-1]
+                keep = self._first if turned else soon
+                self._free((p for p in packs if p not in needed), keep)
+
+    def _read(self, packs: Iterable[int]) -> None:
+        for pack in packs:
+            if pack not in self._state.loaded:
+                self._fetch(pack)
+            if pack in self._state.due:
+                self._read_for_update(pack)
+
+    def _fetch(self, pack: int) -> None:
+        state, spec = self._state, self._spec.packs[pack]
+        state.loaded.add(pack)
+        if pack not in self._residency.weights:
+            state.reading[pack], self._now = self._disk.get(
+                ("weights", pack), spec.name, spec.weight_bytes, self._now
+            )
+
+    def _read_for_update(self, pack: int, *, grads: bool = True) -> None:
+        state, spec = self._state, self._spec.packs[pack]
+        jobs = state.for_update.setdefault(pack, [])
+        if not any(job.name.endswith(" states") for job in jobs) and (
+            pack not in self._residency.states
+        ):
+            job, self._now = self._disk.get(
+                ("states", pack), f"{spec.name} states", spec.states_bytes, self._now
+            )
+            jobs.append(job)
+        if (
+            grads
+            and pack not in state.grads
+            and (pack not in self._residency.grads)
+            and not any(job.name.endswith(" gradient") for job in jobs)
+        ):
+            job, self._now = self._disk.get(
+                ("grads", pack), f"{spec.name} gradient", spec.grad_bytes, self._now
+            )
+            jobs.append(job)
+
+    def _compute(self, action: Action, *, turning: bool) -> None:
+        block = self._spec.blocks[action.block]
+        backward = turning or action.kind is Kind.BACKWARD
+        for pack in block.packs:
+            self._load(pack)
+        if action.kind is Kind.BACKWARD and action.block in self._order[:NUM_FIRST]:
+            for pack in block.packs:  # a step follows, and the next forward
+                self._read_for_update(pack, grads=False)
+        if backward:
+            self._need_gradients(block.packs)
+        times = self._times[action.block]
+        seconds = 0.0
+        if action.kind is Kind.FORWARD:
+            seconds += times.forward_s
+        else:
+            seconds += times.again_s
+        if backward:
+            seconds += times.backward_s
+        start = max(self._now, self._device)
+        if not self._machine.in_place:
+            start = max(start, self._onload)
+        self._device = start + seconds
+        # Where the device is another one than the host, the host goes on as soon as it has begun.
+        self._now = self._device if self._machine.in_place else start
+        self._note(str(action.kind), block.name, start, self._device, lane="compute")
+        if backward:
+            early = action.block in self._order[:NUM_FIRST]
+            self._take_gradients(block.packs, early=early)
+
+    def _load(self, pack: int) -> None:
+        """Let a pack's weights be there, and new."""
+        state, spec = self._state, self._spec.packs[pack]
+        if pack not in state.loaded:
+            self._fetch(pack)
+        if (job := state.reading.pop(pack, None)) is not None:
+            self._wait(job)
+        if pack in state.due:
+            self._read_for_update(pack)
+            for each in state.for_update.pop(pack, []):
+                self._wait(each)
+            state.due.remove(pack)
+            rate = (
+                self._machine.split_update_params_per_s
+                if spec.split
+                else self._machine.update_params_per_s
+            )
+            start = self._now
+            self._now += spec.numel / rate
+            self._note("STEP", spec.name, start, self._now, lane="update")
+            state.grads.discard(pack)
+            state.dirty.add(pack)
+            if pack not in self._residency.states:
+                self._put(("states", pack), f"{spec.name} states", spec.states_bytes)
+        if not self._machine.in_place and pack not in state.on_device:
+            state.on_device.add(pack)
+            self._onload = self._link(
+                "ONLOAD",
+                spec.name,
+                spec.weight_bytes,
+                max(self._onload, self._now),
+                self._machine.onload_bytes_per_s,
+            )
+
+    def _need_gradients(self, packs: Iterable[int]) -> None:
+        """Bring a gradient back that another block has begun (tied weights) and that left."""
+        for pack in packs:
+            key = ("grads", pack)
+            if pack in self._trained and self._disk.has_written(key):
+                spec = self._spec.packs[pack]
+                job, self._now = self._disk.get(
+                    key, f"{spec.name} gradient", spec.grad_bytes, self._now
+                )
+                self._wait(job)
+
+    def _take_gradients(self, packs: Iterable[int], *, early: bool) -> None:
+        for pack in packs:
+            if pack not in self._trained:
+                continue
+            spec = self._spec.packs[pack]
+            at_s = self._now
+            if not self._machine.in_place:
+                at_s = self._offload = self._link(
+                    "OFFLOAD",
+                    spec.name,
+                    spec.grad_bytes,
+                    max(self._offload, self._device),
+                    self._machine.offload_bytes_per_s,
+                )
+            if pack in self._residency.grads:
+                continue
+            if early:
+                self._state.grads.add(pack)
+            else:
+                self._put(
+                    ("grads", pack), f"{spec.name} gradient", spec.grad_bytes, at_s
+                )
+
+    def _free(self, packs: Iterable[int], soon: frozenset[int]) -> None:
+        state = self._state
+        for pack in packs:
+            if pack not in self._stay:
+                state.on_device.discard(pack)
+            if pack in soon or pack not in state.loaded:
+                continue
+            state.loaded.discard(pack)
+            if pack in self._residency.weights:
+                continue
+            if pack in state.dirty:
+                spec = self._spec.packs[pack]
+                state.dirty.discard(pack)
+                self._put(("weights", pack), spec.name, spec.weight_bytes)
+
+    # -- small things -----------------------------------------------------------------------------------
+
+    def _packs(self, blocks: Iterable[int]) -> frozenset[int]:
+        return frozenset(
+            pack for block in blocks for pack in self._spec.blocks[block].packs
+        )
+
+    def _wait(self, job: _Job) -> None:
+        self._wait_until(self._disk.finish(job), job.name)
+
+    def _put(
+        self, key: tuple[str, int], name: str, num_bytes: int, at_s: float = 0.0
+    ) -> None:
+        free_s = self._disk.put(key, name, num_bytes, max(at_s, self._now))
+        self._wait_until(free_s, f"room, while {name} is written")
+
+    def _wait_until(self, end: float, name: str) -> None:
+        if end > self._now:
+            self._note("WAIT", name, self._now, end, lane="compute")
+            self._now = end
+
+    def _link(
+        self, kind: str, name: str, num_bytes: int, start: float, rate: float
+    ) -> float:
+        end = start + num_bytes / rate
+        self._linked[kind] += num_bytes
+        self._note(kind, name, start, end, lane="link", num_bytes=num_bytes)
+        return end
+
+    def _note(
+        self,
+        kind: str,
+        name: str,
+        start: float,
+        end: float,
+        *,
+        lane: str,
+        num_bytes: int = 0,
+    ) -> None:
+        if end > start:
+            self._spans.append(
+                Span(
+                    kind=kind,
+                    name=name,
+                    start_s=start,
+                    end_s=end,
+                    num_bytes=num_bytes,
+                    lane=lane,
+                )
+            )

@@ -1,0 +1,259 @@
+"""The shape of a model, a transformers config, or a config.json, learned on the meta device."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatrain_nb.errors import ArgumentError
+from megatrain_nb.plan.shape import Dims, Part, Shape
+from megatrain_nb.runtime.layers import cut
+from megatrain_nb.runtime.offload import offloaded_model
+
+if TYPE_CHECKING:
+    from megatrain_nb.plan.model import ModelSpec, PackSpec
+    from megatrain_nb.runtime.layers import Layers
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+_ALIASES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "intermediate": (
+        "intermediate_size_mlp",
+        "intermediate_size",
+        "n_inner",
+        "ffn_dim",
+        "ffn_hidden_size",
+    ),
+    "heads": ("num_attention_heads", "n_head"),
+    "layers": ("num_hidden_layers", "n_layer"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "experts_per_token": ("num_experts_per_tok", "moe_topk"),
+    "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
+    "shared_experts": ("n_shared_experts", "num_shared_experts"),
+}
+
+
+def shape_of(what: Any) -> Shape:
+    """Return the shape of a model in RAM or in a session, a transformers config, or a path of a config.json.
+
+    Raises
+    ------
+    ArgumentError
+        Neither of these, or a config that transformers does not know.
+    """
+    if isinstance(what, nn.Module):
+        offloaded = offloaded_model(what)
+        return _shape(
+            what,
+            cut(what) if offloaded is None else offloaded.layers,
+            type(what).__name__,
+        )
+    if isinstance(what, str | Path):
+        what = _read_config(Path(what))
+    if not hasattr(what, "model_type"):
+        msg = (
+            f"{what!r} is neither a model, a transformers config, a path of a config.json, nor a name in the catalogue; "
+            "mt.models() lists the names"
+        )
+        raise ArgumentError(msg)
+    model = draft(what)
+    return _shape(model, cut(model), type(model).__name__)
+
+
+def draft(config: Any, architecture: str = "") -> nn.Module:
+    """Return the model on the meta device: it has shapes, and no bytes.
+
+    Raises
+    ------
+    ArgumentError
+        transformers cannot make it.
+    """
+    import transformers  # noqa: PLC0415
+
+    named = [architecture] if architecture else (config.architectures or [])
+    found = next((getattr(transformers, name, None) for name in named), None)
+    try:
+        with torch.device("meta"):
+            if found is not None:
+                made: nn.Module = found._from_config(config)
+            else:
+                made = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            return made
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        msg = (
+            f"transformers cannot make a model of this {type(config).__name__}: {error}"
+        )
+        raise ArgumentError(msg) from error
+
+
+def config_of(shape: Shape) -> Any:
+    """Return the transformers config of a shape in the catalogue."""
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    return AutoConfig.for_model(shape.family, **json.loads(shape.config))
+
+
+def _read_config(path: Path) -> Any:
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        msg = (
+            f"{str(path)!r} is neither a name in the catalogue nor a file; mt.models() lists the names, and a path must "
+            "lead to a config.json"
+        )
+        raise ArgumentError(msg)
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, OSError, KeyError) as error:
+        msg = f"{path} is not a config that transformers can read: {error}"
+        raise ArgumentError(msg) from error
+
+
+def _shape(model: nn.Module, layers: Layers, name: str) -> Shape:
+    config = getattr(model, "config", None)
+    parts: list[Part] = []
+    for block in layers.blocks:
+        part = _part(model, layers.spec, block.spec.index, block.module)
+        if parts and (joined := _join(parts[-1], part)) is not None:
+            parts[-1] = joined
+        else:
+            parts.append(part)
+    text = getattr(config, "get_text_config", lambda: config)()
+    return Shape(
+        name=name,
+        family=str(getattr(config, "model_type", "")),
+        dims=_dims(text, layers),
+        parts=tuple(parts),
+        architecture=type(model).__name__,
+        resident_numel=sum(param.numel() for param in layers.resident.values()),
+    )
+
+
+def _part(model: nn.Module, spec: ModelSpec, index: int, module: nn.Module) -> Part:
+    block = spec.blocks[index]
+    earlier = {pack for other in spec.blocks[:index] for pack in other.packs}
+    own = [pack for pack in block.packs if pack not in earlier]
+    number = _NUMBER.search(block.name)
+    name = _NUMBER.sub("{}", block.name, count=1)
+    uses = () if own == list(block.packs) else tuple(_owners(spec, block.packs))
+    return Part(
+        name=name,
+        kind=_kind(model, module, numbered=number is not None),
+        first=int(number[0]) if number else 0,
+        params=tuple(
+            entry for pack in own for entry in _params(spec.packs[pack], block.name)
+        ),
+        uses=uses,
+    )
+
+
+def _owners(spec: ModelSpec, packs: tuple[int, ...]) -> list[str]:
+    first: dict[int, str] = {}
+    for block in spec.blocks:
+        for pack in block.packs:
+            first.setdefault(pack, block.name)
+    return [first[pack] for pack in packs]
+
+
+def _params(pack: PackSpec, block: str) -> list[tuple[str, tuple[int, ...]]]:
+    return [
+        (
+            param.name.removeprefix(block)
+            if param.name.startswith(f"{block}.")
+            else param.name,
+            param.shape,
+        )
+        for param in pack.params
+    ]
+
+
+def _kind(model: nn.Module, module: nn.Module, *, numbered: bool) -> str:
+    if numbered:
+        return "layer"
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    if output is not None and any(inner is output for inner in module.modules()):
+        return "head"
+    if any(isinstance(inner, nn.Embedding) for inner in module.modules()):
+        return "embedding"
+    return "other"
+
+
+def _join(before: Part, after: Part) -> Part | None:
+    """Return one part for both if they are equal blocks that follow each other."""
+    last = Part(
+        name=before.name,
+        kind=before.kind,
+        params=before.params,
+        uses=before.uses,
+        first=before.first + before.count,
+    )
+    if "{}" not in before.name or last != after or before.uses:
+        return None
+    return Part(
+        name=before.name,
+        kind=before.kind,
+        params=before.params,
+        first=before.first,
+        count=before.count + 1,
+    )
+
+
+def _dims(config: Any, layers: Layers) -> Dims:
+    def get(what: str) -> int:
+        found = (getattr(config, name, None) for name in _ALIASES[what])
+        return next((int(value) for value in found if isinstance(value, int)), 0)
+
+    hidden, heads = get("hidden"), get("heads")
+    if not hidden:  # another kind of model: as wide as its largest layer's input
+        widths = [
+            param.shape[-1] for pack in layers.spec.packs for param in pack.params
+        ]
+        return Dims(
+            hidden=max(widths, default=0),
+            intermediate=max(widths, default=0),
+            query=0,
+            key=0,
+            heads=0,
+            layers=len(layers.blocks),
+            vocabulary=0,
+        )
+    head = getattr(config, "head_dim", None) or hidden // max(heads, 1)
+    if getattr(config, "kv_lora_rank", None):
+        head = config.qk_nope_head_dim + config.qk_rope_head_dim
+        keys = heads
+    else:
+        keys = _key_heads(config, heads)
+    experts = get("experts")
+    return Dims(
+        hidden=hidden,
+        intermediate=get("intermediate") or 4 * hidden,
+        query=heads * head,
+        key=keys * head,
+        heads=heads,
+        layers=get("layers"),
+        vocabulary=int(getattr(config, "vocab_size", 0) or 0),
+        experts=experts,
+        experts_per_token=get("experts_per_token") if experts else 0,
+        expert_intermediate=get("expert_intermediate") if experts else 0,
+        shared_experts=get("shared_experts") if experts else 0,
+        eager=getattr(config, "_attn_implementation", None) == "eager",
+    )
+
+
+def _key_heads(config: Any, heads: int) -> int:
+    if getattr(config, "new_decoder_architecture", None) is False and getattr(
+        config, "multi_query", False
+    ):
+        return 1
+    for name in ("num_key_value_heads", "num_kv_heads"):
+        found = getattr(config, name, None)
+        if isinstance(found, int):
+            return found
+    return heads

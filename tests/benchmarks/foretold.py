@@ -1,0 +1,106 @@
+"""Training runs whose figures a forecast should have told before.
+
+Run as ``python -m tests.benchmarks.foretold DIR``; each line on stdin is a case, as JSON (the fields of `Case`
+of ``test_forecast.py``), and answers with one line of JSON. Each case has a forked process of its own: memory
+of one does not count for the next, and torch is imported once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+
+import megatrain_nb as mt
+from megatrain_nb.runtime import rss
+from megatrain_nb.runtime.offload import offloaded_model
+from megatrain_nb.runtime.session import load_code
+
+
+def make_config(family: str, **values: Any) -> Any:
+    """Return a transformers configuration."""
+    return transformers.AutoConfig.for_model(family, **values)
+
+
+def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
+    """Train for some steps on random tokens, and return what was measured once the plan has settled."""
+    batch, length, count = given["window"]
+    session = mt.init(directory, max_ram_gb=given["ram_gb"])
+    base = session._base_bytes
+    config = make_config(given["family"], **given["config"])
+    model = mt.from_config(config, dtype=given["dtype"], seed=0)
+    model.train()
+    wrapped, optimizer = mt.wrap(model, lr=1e-4, max_grad_norm=given["clip"])
+    offloaded = offloaded_model(wrapped)
+    assert offloaded is not None
+    vocabulary = config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    meter = rss.PeakMeter()
+    seconds, cpu_seconds, reads, writes = [], [], [], []
+    for step in range(given["warm_up"] + given["steps"]):
+        ids = torch.randint(0, vocabulary, (count, batch, length), generator=generator)
+        start, cpu = time.perf_counter(), time.process_time()
+        result = mt.train_step(
+            wrapped, optimizer, [{"input_ids": x, "labels": x} for x in ids]
+        )
+        if step >= given["warm_up"]:
+            seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu)
+            reads.append(result.read_bytes)
+            writes.append(result.written_bytes)
+        elif step == given["warm_up"] - 1:
+            meter.restart()
+    last = offloaded.last_step
+    assert last is not None
+    return {
+        "seconds": median(seconds),
+        "cpu_seconds": median(cpu_seconds),
+        "peak_bytes": meter.read() - base,
+        "base_bytes": base,
+        "pool_bytes": session.pool.peak_bytes,
+        "read_bytes": median(reads),
+        "written_bytes": median(writes),
+        "causes": last.seconds,
+        "bound": last.bound,
+        "share_of_bound": last.share_of_bound,
+        "reserved_bytes": offloaded._reserved,
+        "keep_wanted": offloaded.executor.keeping.wanted_bytes,
+        "keep_bytes": offloaded.residency.keep_bytes,
+        "resident_bytes": offloaded.residency.resident_bytes,
+    }
+
+
+def forked(given: dict[str, Any], directory: str) -> str:
+    """Return the JSON of `run` in a process of its own."""
+    out, into = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            text = json.dumps(run(given, directory))
+            os.write(into, text.encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(into)
+    with os.fdopen(out) as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text or "{}"
+
+
+def main(directory: str) -> None:
+    """Answer each line."""
+    load_code()
+    for line in sys.stdin:
+        print(forked(json.loads(line), directory), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

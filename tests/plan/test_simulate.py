@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatrain_nb.plan import catalogue
+from megatrain_nb.plan.machine import Machine, nominal
+from megatrain_nb.plan.memory import (
+    Residency,
+    plan_residency,
+    streaming_bytes,
+    working_bytes,
+)
+from megatrain_nb.plan.model import BlockSpec, ModelSpec, pack_params
+from megatrain_nb.plan.simulate import BlockTimes, Simulated, Simulation
+from megatrain_nb.plan.traffic import step_traffic
+
+BLOCKS = 8
+NUMEL = 1 << 20
+
+
+def make_spec(*, split: bool = False, blocks: int = BLOCKS) -> ModelSpec:
+    packs = tuple(
+        pack_params(i, f"layer.{i}", [("w", (NUMEL,))], split=split)
+        for i in range(blocks)
+    )
+    return ModelSpec(
+        blocks=tuple(
+            BlockSpec(index=i, name=f"layer.{i}", packs=(i,)) for i in range(blocks)
+        ),
+        packs=packs,
+    )
+
+
+def make_machine(disk: float = 1e9, **changes: object) -> Machine:
+    return nominal("box", {"ram_gb": 64}).changed(
+        read_bytes_per_s=disk,
+        write_bytes_per_s=disk,
+        mixed_bytes_per_s=disk,
+        update_params_per_s=1e12,
+        split_update_params_per_s=1e12,
+        **changes,
+    )
+
+
+def residency_of(spec: ModelSpec, share: float) -> Residency:
+    """Return a plan with room for what streams, and for a share of the state."""
+    least = max(streaming_bytes(spec), working_bytes(spec, tile_numel=NUMEL))
+    return plan_residency(
+        spec,
+        limit_bytes=least + round(share * spec.state_bytes),
+        activation_bytes=0,
+        tile_numel=NUMEL,
+    )
+
+
+def run(
+    spec: ModelSpec,
+    machine: Machine,
+    *,
+    share: float = 0.0,
+    seconds: float = 1.0,
+    trained: frozenset[int] | None = None,
+) -> Simulated:
+    residency = residency_of(spec, share)
+    every = frozenset(range(len(spec.packs)))
+    return Simulation(
+        spec,
+        residency,
+        range(len(spec.blocks)),
+        [BlockTimes(seconds, seconds, 2 * seconds)] * len(spec.blocks),
+        machine,
+        every if trained is None else trained,
+    ).run()
+
+
+@pytest.mark.parametrize(
+    ("name", "share", "split"),
+    [
+        *itertools.product(
+            ("llama-2-7b", "llama-3.1-405b", "gpt2-xl"), (0, 0.3, 0.6, 0.95), (0, 1)
+        )
+    ],
+)
+def test_it_moves_the_bytes_that_the_plan_counts(
+    name: str, share: float, split: int
+) -> None:
+    """`step_traffic` counts from the schedule, this one obeys it: two ways to the same number."""
+    spec = catalogue.model(name).spec(split=bool(split))
+    residency = residency_of(spec, share)
+    counted = step_traffic(spec, residency, range(len(spec.blocks)))
+    done = run(spec, make_machine(), share=share)
+    # A tied weight's gradient goes and comes back between its two uses: one more of each.
+    first, last = spec.packs_of(0)[0], spec.packs_of(len(spec.blocks) - 1)[0]
+    tied = first is last and first.index not in residency.grads
+    more = first.grad_bytes if tied else 0
+    assert done.read_bytes == counted.read_bytes + more
+    assert done.written_bytes == counted.written_bytes + more
+
+
+def test_a_slow_processor_hides_the_disk() -> None:
+    done = run(make_spec(), make_machine(disk=1e9), seconds=1.0)
+    # The last block turns while it is loaded: it computes nothing again.
+    compute = BLOCKS * 4.0 - 1.0
+    assert done.busy_s["compute"] == pytest.approx(compute)
+    assert done.seconds == pytest.approx(compute, rel=0.02)
+
+
+def test_a_slow_disk_bounds_the_step() -> None:
+    done = run(make_spec(), make_machine(disk=1e7), seconds=1e-3)
+    disk = (done.read_bytes + done.written_bytes) / 1e7
+    assert disk <= done.seconds * 1.001
+    assert done.seconds == pytest.approx(disk, rel=0.15)
+
+
+def test_no_lane_works_on_two_things_at_once() -> None:
+    done = run(make_spec(split=True), make_machine(disk=2e8), seconds=0.02)
+    for lane in ("compute", "disk", "update"):
+        spans = sorted(
+            (span for span in done.spans if span.lane == lane), key=lambda s: s.start_s
+        )
+        for before, after in itertools.pairwise(spans):
+            assert before.end_s <= after.start_s + 1e-9
+        assert done.busy_s[lane] <= done.seconds + 1e-9
+
+
+def test_a_block_computes_only_with_its_weights_and_after_its_update() -> None:
+    done = run(make_spec(), make_machine(disk=3e8), seconds=0.01)
+    forwards = {s.name: s for s in done.spans if s.kind == "FORWARD"}
+    for step in (span for span in done.spans if span.kind == "STEP"):
+        assert step.end_s <= forwards[step.name].start_s + 1e-9
+    assert len(forwards) == BLOCKS
+
+
+def test_everything_in_ram_moves_nothing() -> None:
+    done = run(make_spec(), make_machine(), share=1.1)
+    assert done.read_bytes == done.written_bytes == 0
+    assert done.busy_s["disk"] == 0
+
+
+def test_what_is_frozen_is_not_written() -> None:
+    spec = make_spec()
+    done = run(spec, make_machine(), trained=frozenset())
+    assert done.written_bytes == 0
+    assert 0 < done.read_bytes < 2 * spec.weight_bytes
+    half = run(spec, make_machine(), trained=frozenset(range(BLOCKS // 2)))
+    full = run(spec, make_machine())
+    assert 0 < half.written_bytes < full.written_bytes
+
+
+def test_a_device_gets_weights_twice_and_gives_gradients_once() -> None:
+    machine = make_machine(
+        disk=1e9,
+        vram_bytes=10**10,
+        onload_bytes_per_s=1e9,
+        offload_bytes_per_s=1e9,
+    )
+    spec = make_spec()
+    done = run(spec, machine, seconds=0.1)
+    last = spec.packs[-1].weight_bytes
+    assert done.offload_bytes == sum(pack.grad_bytes for pack in spec.packs)
+    assert spec.weight_bytes < done.onload_bytes <= 2 * spec.weight_bytes
+    assert done.onload_bytes >= 2 * spec.weight_bytes - 4 * last
+    assert done.seconds == pytest.approx(done.busy_s["compute"], rel=0.1)
+
+
+def test_it_says_the_same_each_time() -> None:
+    machine = make_machine(disk=3e8)
+    assert run(make_spec(), machine) == run(make_spec(), machine)
