@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.session import Session, current_session, init
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
+    from megatrain_nb.store.cleanup import cleanup
 
 __version__ = "0.1.0"
 
@@ -59,6 +60,7 @@ _LAZY = {
     "Session": "runtime.session",
     "StepResult": "runtime.callbacks",
     "Trainer": "runtime.trainer",
+    "cleanup": "store.cleanup",
     "current_session": "runtime.session",
     "estimate": "runtime.forecast",
     "explore": "notebook.explore",
@@ -94,6 +96,7 @@ __all__ = [
     "StepResult",
     "StoreError",
     "Trainer",
+    "cleanup",
     "current_session",
     "estimate",
     "explore",

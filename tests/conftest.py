@@ -13,6 +13,15 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--cases",
+        type=int,
+        default=300,
+        help="random cases of a fuzz test (300 in the suite)",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:

@@ -109,7 +109,7 @@ class Body:
             with self._lock:
                 self._ended = True
                 if self._stopped is not None:
-                    self._stopped.resume()
+                    self._stopped.clear_stop()
 
     def _evaluate(self) -> object:
         value: Any = None

@@ -53,11 +53,15 @@ _COMMANDS = {
     "probe": "_probe",
     "explore": "_explore",
     "status": "_status",
+    "checkpoints": "_checkpoints",
+    "resume": "_resume",
+    "clean": "_clean",
     "runs": "_list_runs",
     "replay": "_replay",
     "close": "_close",
     "help": "_help",
 }
+_LAST_INIT = "megatrain_nb/last_init"
 _CALL = "get_ipython().run_cell_magic('megatrain', "
 _AWAITED_CALL = "await get_ipython().run_cell_magic('megatrain_awaited', "
 
@@ -180,21 +184,54 @@ class MegatrainMagics(Magics):
         return HtmlSurface
 
     def _init(self, args: Namespace) -> object:
-        return mt.init(
-            Path(args.offload_dir).expanduser(),
-            max_vram_gb=args.max_vram,
-            max_ram_gb=args.max_ram,
-            max_disk_gb=args.max_disk,
-            optimizer_compression=args.compress or False,
-            weight_compression=args.compress_weights or False,
-            device=args.device,
-        )
+        options = {
+            "offload_dir": str(Path(args.offload_dir).expanduser().absolute()),
+            "max_vram_gb": args.max_vram,
+            "max_ram_gb": args.max_ram,
+            "max_disk_gb": args.max_disk,
+            "optimizer_compression": args.compress or False,
+            "weight_compression": args.compress_weights or False,
+            "device": args.device,
+        }
+        session = mt.init(**options)
+        self._shell.db[_LAST_INIT] = options
+        return session
 
     def _status(self, _args: Namespace) -> object:
         session = current_session()
         if session is None:
             raise UsageError(NO_SESSION)
         return session.status()
+
+    def _checkpoints(self, _args: Namespace) -> object:
+        session = current_session()
+        if session is None:
+            raise UsageError(NO_SESSION)
+        return session.checkpoints()
+
+    def _resume(self, args: Namespace) -> object:
+        session = current_session()
+        if session is not None:
+            return session.resume(args.name, weights_only=args.weights_only)
+        options = self._shell.db.get(_LAST_INIT)
+        if options is None:
+            raise UsageError(NO_SESSION)
+        session = mt.init(**options)
+        held = session.checkpoints()
+        if not held:
+            print(f"session opened again; {options['offload_dir']} holds no checkpoint")
+            return session
+        print(
+            f"session opened again; last checkpoint: {held[-1].label}. Run the cells that make the model, the "
+            "optimizer and what you registered, then %megatrain resume once more; with mt.Trainer call "
+            "trainer.train(resume_from_checkpoint=True)"
+        )
+        return session
+
+    def _clean(self, args: Namespace) -> object:
+        return mt.cleanup(
+            args.offload_dir, checkpoints=args.checkpoints, remove=args.remove
+        )
 
     def _probe(self, args: Namespace) -> object:
         return mt.probe(refresh=args.refresh)

@@ -199,11 +199,36 @@ def _commands() -> dict[str, _Parser]:
     )
     replay.add_argument("path", metavar="PATH", help="what mt.record wrote")
     status = "show bytes per tier and the last step's times; returns the Status"
+    resume = _Parser(
+        prog="%megatrain resume",
+        description="go on from a checkpoint; after a kernel restart, open the session again first",
+        epilog="Make model and optimizer as before, then run it; without a session it opens the last one again.",
+    )
+    resume.add_argument(
+        "name", nargs="?", metavar="NAME", help="which checkpoint; the last one"
+    )
+    resume.add_argument(
+        "--weights-only", action="store_true", help="leave the optimizer as it is"
+    )
+    clean = _Parser(
+        prog="%megatrain clean",
+        description="show what was left in a directory that no session uses, or remove it",
+        epilog="Only files of this package go. Without --remove nothing is touched.",
+    )
+    clean.add_argument("--offload-dir", required=True, metavar="DIR", help="which one")
+    clean.add_argument(
+        "--checkpoints", action="store_true", help="checkpoints go as well"
+    )
+    clean.add_argument("--remove", action="store_true", help="do it")
+    checkpoints = "list the checkpoints in the offload directory; returns the list"
     return {
         "init": init,
         "status": _Parser(prog="%megatrain status", description=status),
         "probe": probe,
         "explore": explore,
+        "checkpoints": _Parser(prog="%megatrain checkpoints", description=checkpoints),
+        "resume": resume,
+        "clean": clean,
         "runs": _Parser(
             prog="%megatrain runs", description="list the runs in the background"
         ),

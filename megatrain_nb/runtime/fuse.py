@@ -116,6 +116,15 @@ class Fusing:
         self._proven: set[tuple[Any, ...]] = set()
         self._refused: set[int] = set()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was found out, so that a run that goes on does not find otherwise."""
+        return {"proven": sorted(self._proven, key=repr), "refused": [*self._refused]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned."""
+        self._proven = set(state["proven"])
+        self._refused = set(state["refused"])
+
     @staticmethod
     def group_size(calls: Sequence[BlockCall]) -> int:
         """Return how many micro-batches may pass together."""

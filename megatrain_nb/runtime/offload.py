@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.runtime.optimizer import AdamW
     from megatrain_nb.runtime.session import Session
 
 logger = logging.getLogger("megatrain_nb")
@@ -130,7 +131,7 @@ class OffloadedModel:
         self.num_steps = 0
         self.step_seconds = 0.0
         self.last_step: StepResult | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizer: AdamW | None = None
         self._since: dict[str, float] | None = None
         self._losses: list[Tensor] = []
         self._tokens = 0
@@ -387,9 +388,13 @@ class OffloadedModel:
         needed = disk_need_bytes(spec, residency)
         allowed = self.session.disk_room_bytes(self)
         if needed > allowed:
+            pinned = self.session.store.pinned_bytes()
+            beside = (
+                f" beside the checkpoints' {format_bytes(pinned)}" if pinned else ""
+            )
             msg = (
-                f"max_disk_gb or the free space allow {format_bytes(allowed)} on disk, and this model needs "
-                f"{format_bytes(1.005 * needed)} there; raise max_disk_gb, free some space, or raise max_ram_gb"
+                f"max_disk_gb or the free space allow {format_bytes(max(allowed, 0))} on disk{beside}, and this model "
+                f"needs {format_bytes(1.005 * needed)} there; raise max_disk_gb, free some space, or raise max_ram_gb"
             )
             raise BudgetError(msg)
 
@@ -468,6 +473,13 @@ class OffloadedModel:
         with interrupts_wait(self.executor.stop, breakable=False):
             self.pay_updates()
             self.pager.barrier()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a forward or backward of a step runs, or gradients of one are pending."""
+        executor = self.executor
+        running = executor.window is not None or executor.inside is not None
+        return running or (self._since is not None and bool(executor.norms))
 
     def pay_updates(self) -> None:
         """Do all that is due; what the codecs are to be is decided then, see [Note: when codecs change]."""

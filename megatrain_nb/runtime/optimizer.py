@@ -157,7 +157,7 @@ class AdamW(torch.optim.Optimizer):
                 logger.warning("step %d skipped: %s", offloaded.num_steps + 1, skipped)
             else:
                 begin_update(offloaded, configs, grad_scale=scale)
-            self._note_state()
+            self.note_state()
             offloaded.num_steps += 1
             if not skipped:
                 offloaded.executor.turn_over()
@@ -255,7 +255,7 @@ class AdamW(torch.optim.Optimizer):
                 self._drop_state(param)
         for index, state in state_dict["state"].items():
             self.take_state(params[index], state)
-        self._note_state()
+        self.note_state()
 
     def _take_codecs(self, params: list[Any], codecs: dict[int, str]) -> None:
         """Go on with the codecs of a saved state, where they are chosen while training."""
@@ -306,7 +306,7 @@ class AdamW(torch.optim.Optimizer):
                 if caution:
                     self.offloaded.session.note(f"parameter group {index}: {caution}")
 
-    def _note_state(self) -> None:
+    def note_state(self) -> None:
         """Show torch's view of the state: step count, and moments that are read when asked for."""
         for param, step in self.offloaded.steps.items():
             state = self.state[param]
@@ -350,7 +350,7 @@ def adopt(
     optimizer.state.clear()  # its moments are in the store now
     optimizer.step = _taken_over  # type: ignore[method-assign,assignment]
     adopted.taken_over = optimizer
-    adopted._note_state()
+    adopted.note_state()
     return adopted
 
 

@@ -223,6 +223,8 @@ class Pager:
         What its keys in the store begin with.
     wait_seconds
         Time that the training thread has waited for the disk so far.
+    opaque
+        What goes with every checkpoint and comes back with it, as it is: JSON, by pack's name.
     """
 
     def __init__(
@@ -243,6 +245,7 @@ class Pager:
         self.wait_seconds = 0.0
         self.broken = ""
         self.lost: dict[int, str] = {}
+        self.opaque: dict[str, Any] = {}
         self.prefix = prefix
         self._on_span = on_span
         self._packed = packed
@@ -471,7 +474,11 @@ class Pager:
 
     def tile_key(self, piece: Piece, start: int) -> str:
         """Return the store's key of the tile that begins at element ``start``."""
-        return f"{self._key(piece)}/{start // self.tile_numel}"
+        return self.prefix + self.tile_name(piece, start)
+
+    def tile_name(self, piece: Piece, start: int) -> str:
+        """Return what the tile that begins at element ``start`` is called, whichever model of the session it is."""
+        return f"{piece.label}/{piece.pack.index}/{start // self.tile_numel}"
 
     def read_tile(
         self, piece: Piece, start: int, stop: int, *, patient: bool
@@ -569,6 +576,54 @@ class Pager:
             piece.users = 0
             self._end_lease(piece)
             self.settle(piece)
+
+    # -- checkpoints ----------------------------------------------------------------------------------
+
+    def kept_pieces(self, *what: What) -> list[Piece]:
+        """Return the pieces that a checkpoint holds: all but gradients, or those of some kinds."""
+        return [
+            piece
+            for piece in self._pieces.values()
+            if piece.what is not What.GRADS and (not what or piece.what in what)
+        ]
+
+    def names(self, piece: Piece) -> dict[str, str]:
+        """Return the keys of a piece's tiles, by the tiles' names."""
+        return {
+            self.tile_name(piece, start): key for key, start, _ in self._tiles(piece)
+        }
+
+    def unsaved_pieces(self) -> list[Piece]:
+        """Return the pieces of which RAM has the only true copy; what else it has is on the disk."""
+        self.barrier()
+        kept = self.kept_pieces()
+        for piece in kept:
+            if not piece.resident:
+                self.settle(piece)
+        self.barrier()
+        return [piece for piece in kept if piece.slab is not None and piece.dirty]
+
+    def forget_stored(self, piece: Piece) -> None:
+        """Delete what the store has of a piece whose true copy is in RAM."""
+        assert piece.slab is not None
+        for key, _, _ in self._tiles(piece):
+            if key in self.store:
+                self.store.delete(key)
+
+    def flush(self, piece: Piece) -> None:
+        """Write a piece that stays in RAM; if that fails, RAM still has it and nothing is lost."""
+        slab = piece.slab
+        assert slab is not None
+        writes = []
+        for key, start, stop in self._tiles(piece):
+            first, end = piece.span(start, stop)
+            data = slab.view(np.uint8, first, end - first)
+            writes.append(self.put(piece, key, data))
+        for write in writes:  # until the last has ended, the slab is the store's
+            with suppress(Exception):
+                wait(write, what=f"writing the {piece}")
+        self._wait_all(writes, f"writing the {piece}")
+        piece.dirty = False
 
     def delete_all(self) -> None:
         """Delete every tile from the store."""

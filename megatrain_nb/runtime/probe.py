@@ -195,7 +195,7 @@ def _disk(directory: Path) -> dict[str, object]:
         lock = OwnerLock(place)
         undo.callback(lock.release)
         store = DiskStore(place, direct=found.direct)
-        undo.callback(store.close, delete=True)
+        undo.callback(store.close)
         tiles = [
             np.frombuffer(map_pages(_TILE_BYTES), np.uint8) for _ in range(_IN_FLIGHT)
         ]

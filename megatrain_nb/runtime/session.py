@@ -10,7 +10,8 @@ import os
 import threading
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from megatrain_nb.codec import split
 from megatrain_nb.codec.choice import Compression, parse_compression
@@ -21,11 +22,13 @@ from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
+from megatrain_nb.runtime.checkpoint import Checkpoints, check_stateful
 from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
+from megatrain_nb.store.checkpoint import read_checkpoints, sweep
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.owner import OwnerLock, reclaim
@@ -34,7 +37,6 @@ from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     import torch
 
@@ -44,11 +46,17 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.offload import OffloadedModel
     from megatrain_nb.runtime.recorder import Recorder
     from megatrain_nb.store.base import IoRecord
+    from megatrain_nb.store.checkpoint import Checkpoint
     from megatrain_nb.store.preflight import Preflight
 
 logger = logging.getLogger("megatrain_nb")
 
 _current: Session | None = None
+
+_OWN_LOOP = (
+    'crash_safe="step": in a loop of your own only you know where a step ends (after scheduler.step()), so call '
+    'session.save_checkpoint("last-step") there; mt.Trainer does it by itself'
+)
 
 # Without max_ram_gb: this share of what the machine has left when the session opens.
 _DEFAULT_RAM_SHARE = 0.8
@@ -75,6 +83,8 @@ class Session:
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
+    crash_safe
+        ``"step"`` if a checkpoint follows every step of an `mt.Trainer`, or None.
     packed
         The kinds of pieces that are packed on disk, bit for bit.
     compression
@@ -89,10 +99,12 @@ class Session:
         A live view follows the training; other progress displays keep quiet.
     last_step
         The last optimizer step, or None.
+    saved
+        The checkpoints of the directory; `checkpoints` lists them.
 
     Notes
     -----
-    Models are used from one thread at a time. `stop`, `resume` and `status` may be called from any.
+    Models are used from one thread at a time. `stop`, `clear_stop` and `status` may be called from any.
     """
 
     def __init__(
@@ -103,6 +115,7 @@ class Session:
         max_disk_bytes: int | None,
         max_vram_bytes: int | None,
         device: Device,
+        crash_safe: str | None = None,
         packed: frozenset[What] = frozenset(),
         compression: Compression | None = None,
     ) -> None:
@@ -115,6 +128,7 @@ class Session:
         self.packed = packed
         self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
+        self.crash_safe = crash_safe
         self.max_vram_bytes = max_vram_bytes
         self.max_disk_bytes = max_disk_bytes
         self.max_resident_bytes: int | None = None
@@ -134,7 +148,7 @@ class Session:
         self._lock = OwnerLock(preflight.path)
         with ExitStack() as undo:
             undo.callback(self._lock.release)
-            reclaimed = reclaim(preflight.path) if self._lock.took_over else 0
+            reclaimed, found = _take_over(self._lock)
             self._page_lock = pinned_pages(device)
             self.pool = HostPool(
                 self.max_ram_bytes,
@@ -146,13 +160,16 @@ class Session:
                 max_bytes=max_disk_bytes,
                 direct=preflight.direct,
                 on_io=self._on_io,
+                pinned=[each.manifest for each in found],
                 staging=self.pool if packed else None,
             )
             undo.callback(self.store.close)
+            self.saved = Checkpoints(self, found)
             self.threads = UpdateThreads()
             undo.callback(self.threads.close)
             undo.pop_all()
         self.notes = self._find_notes(reclaimed)
+        self._tell_found(found)
         self._peak = rss.PeakMeter()
 
     # -- life -----------------------------------------------------------------------------------------
@@ -163,10 +180,10 @@ class Session:
         return self._closed
 
     def close(self) -> None:
-        """Give back every byte, thread and file; a second call does nothing.
+        """Give back every byte, thread and file but for checkpoints; a second call does nothing.
 
-        Weights that were not exported are lost: save before with ``mt.save_pretrained``, or take the
-        model out with ``mt.unwrap``.
+        Weights that are neither exported nor in a checkpoint are lost: save before with ``mt.save_pretrained``
+        or `save_checkpoint`, or take the model out with ``mt.unwrap``.
         """
         global _current  # noqa: PLW0603
         with interrupts_wait(self.stop_event, breakable=False), ExitStack() as closing:
@@ -180,7 +197,7 @@ class Session:
             closing.callback(self.device.close)
             closing.callback(self.pool.close)
             closing.callback(self.threads.close)
-            closing.callback(self.store.close, delete=True)
+            closing.callback(self.store.close)
             for model in list(self._models):
                 closing.callback(model.close, "the session was closed")
                 self._warn_unsaved(model)
@@ -206,9 +223,159 @@ class Session:
         """
         self.stop_event.set()
 
-    def resume(self) -> None:
+    def clear_stop(self) -> None:
         """Take a request to stop back."""
         self.stop_event.clear()
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def register(self, **objects: Any) -> None:
+        """Let checkpoints hold the state of other objects as well: a learning rate scheduler, a sampler.
+
+        Parameters
+        ----------
+        **objects
+            By a name of your choice. Each has ``state_dict()`` and ``load_state_dict()``, or ``get_state()`` and
+            ``set_state()`` as a ``torch.Generator``; what they give is dicts, lists, texts, numbers and tensors.
+            None takes one off the list.
+
+        Raises
+        ------
+        ArgumentError
+            An object without these.
+        """
+        for name, each in objects.items():
+            if each is None:
+                self.saved.objects.pop(name, None)
+                continue
+            check_stateful(name, each)
+            self.saved.objects[name] = each
+
+    def save_checkpoint(
+        self, name: str | None = None, *, keep: int | None = None
+    ) -> Checkpoint:
+        """Keep the models, their optimizers, what was registered and the random states as they are now.
+
+        Nothing that is on the disk is written again: its tiles are pinned. Call it between steps.
+
+        Parameters
+        ----------
+        name
+            None for ``step-`` and the number of the step. One of the same name is replaced.
+        keep
+            How many checkpoints to keep, this one included: older ones are removed after it. None keeps all.
+
+        Returns
+        -------
+        Checkpoint
+            Its ``name``, ``step``, ``time`` and ``num_bytes``.
+
+        Raises
+        ------
+        SessionError
+            No model is in the session, or it is in the middle of a step.
+        BudgetError
+            The disk has no room for it and the step after it; nothing was changed.
+        StoreError
+            The disk is full or failed; earlier checkpoints are whole, and training can go on.
+        """
+        if keep is not None and (type(keep) is not int or keep < 1):
+            msg = f"keep={keep!r} is not usable; give a number of checkpoints, 1 or more, or None"
+            raise ArgumentError(msg)
+        given: object = name
+        if name is not None and not (isinstance(given, str) and 0 < len(given) <= 200):
+            msg = f"name={name!r} is not usable; give a short text, or None"
+            raise ArgumentError(msg)
+        before = self.saved.all()
+        others = [each for each in before if each.name != name]
+        removing = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
+        checkpoint = self.saved.save(name, leaving=removing)
+        for each in removing:
+            self.saved.remove(each)
+        return checkpoint
+
+    def resume(
+        self, name: str | None = None, *, weights_only: bool = False
+    ) -> Checkpoint:
+        """Go on from a checkpoint: everything is as it was when it was taken, bit for bit.
+
+        Make model, optimizer and what you registered as before, then call this. Takes milliseconds: tiles
+        are read when they are needed.
+
+        Parameters
+        ----------
+        name
+            Which one; None for the last that was taken.
+        weights_only
+            Only the weights and buffers; optimizer, random states and what was registered stay as they are.
+
+        Raises
+        ------
+        ArgumentError
+            There is none, or what was registered is not what the checkpoint holds.
+        ModelError
+            It is of another model: names the first difference. Nothing has changed.
+        StoreError
+            Its files are damaged. A tile is checked when it is read.
+        """
+        return self.saved.resume(name, weights_only=weights_only)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the checkpoints in the offload directory, oldest first."""
+        return self.saved.all()
+
+    def remove_checkpoint(self, name: str) -> None:
+        """Delete a checkpoint; what only it held of the disk is free then."""
+        self.saved.remove(self.saved.get(name))
+
+    def export_checkpoint(self, name: str | None, folder: str | Path) -> Path:
+        """Copy a checkpoint (None: the last) to a new folder, on any disk; ``mt.init`` can open it there.
+
+        Raises
+        ------
+        ArgumentError
+            No such checkpoint, or the folder exists.
+        StoreError
+            The disk is full or failed; no half folder is left.
+        """
+        return self.saved.export(name, Path(folder))
+
+    def import_checkpoint(
+        self, folder: str | Path, name: str | None = None
+    ) -> Checkpoint:
+        """Copy a checkpoint from a folder that `export_checkpoint` made, every tile checked; `resume` uses it.
+
+        Raises
+        ------
+        ArgumentError
+            Not such a folder.
+        BudgetError, StoreError
+            No room; damaged; or a disk failed.
+        """
+        return self.saved.take_in(Path(folder), name)
+
+    def usable_models(self) -> list[OffloadedModel]:
+        """Return the models in the order in which they came.
+
+        Raises
+        ------
+        SessionError
+            There is none, the session is closed, or one must not be used any more.
+        """
+        if self._closed:
+            msg = "the session is closed; open one with mt.init(...)"
+            raise SessionError(msg)
+        if (
+            len(self._models) > 1
+        ):  # one that nobody uses any more may wait for the collector
+            gc.collect()
+        self._let_go()
+        if not self._models:
+            msg = "no model is in the session; call mt.wrap(model) or make an mt.Trainer first"
+            raise SessionError(msg)
+        for model in self._models:
+            model.executor.check_usable()
+        return list(self._models)
 
     # -- models -----------------------------------------------------------------------------------------
 
@@ -292,8 +459,7 @@ class Session:
     def disk_room_bytes(self, model: OffloadedModel) -> int:
         """Return the bytes that a model may have on disk beside the other models."""
         others = sum(m.residency.disk_bytes for m in self._models if m is not model)
-        free = self.preflight.free_bytes
-        return min(free, self.max_disk_bytes or free) - others
+        return self.store.capacity_bytes - self.store.pinned_bytes() - others
 
     # -- what happens -------------------------------------------------------------------------------------
 
@@ -336,6 +502,10 @@ class Session:
     def note_step(self, result: StepResult) -> None:
         """Tell the callbacks that a step is complete."""
         self.last_step = result
+        self._lock.note_step(result.step)
+        if self.crash_safe and not self.saved.after_each_step:
+            self.saved.after_each_step = True
+            self.note(_OWN_LOOP)
         for callback in self.callbacks:
             callback.on_step_end(result)
 
@@ -410,6 +580,10 @@ class Session:
         problem = self._page_lock.problem if self._page_lock is not None else ""
         return (*self.notes, problem) if problem else self.notes
 
+    def _tell_found(self, found: list[Checkpoint]) -> None:
+        if found:
+            self.note(_describe_found(found, self._lock.left_at_step))
+
     def _find_notes(self, reclaimed: int) -> tuple[str, ...]:
         notes = [*self.preflight.notes, self.preflight.direct_note]
         if reclaimed:
@@ -442,6 +616,7 @@ def init(
     optimizer_compression: bool | str | Mapping[str, bool | str] = False,
     weight_compression: bool | str = False,
     device: str | torch.device | None = None,
+    crash_safe: str | None = None,
 ) -> Session:
     """Open a session: from now on models are trained through this directory, within these budgets.
 
@@ -466,6 +641,10 @@ def init(
     device
         ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
         never measured.
+    crash_safe
+        ``"step"``: `mt.Trainer` takes a checkpoint after every step and keeps the last of them, so that a crash
+        costs at most the step in progress. Its updates are done at once then, and the disk holds a second version
+        of every tile. None: only what ``save_strategy`` and `Session.save_checkpoint` keep.
 
     Returns
     -------
@@ -482,6 +661,9 @@ def init(
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
+    if crash_safe not in (None, "step"):
+        msg = f'crash_safe={crash_safe!r} is not known; give "step" or None'
+        raise ArgumentError(msg)
     lossless = optimizer_compression == LOSSLESS
     compression = parse_compression(False if lossless else optimizer_compression)
     packed = _packed(moments=lossless, weights=weight_compression)
@@ -509,10 +691,34 @@ def init(
         max_disk_bytes=sizes["max_disk_gb"],
         max_vram_bytes=sizes["max_vram_gb"],
         device=opened,
+        crash_safe=crash_safe,
         compression=compression,
         packed=packed,
     )
     return _current
+
+
+def _take_over(lock: OwnerLock) -> tuple[int, list[Checkpoint]]:
+    """Remove what a dead owner left; return the bytes of it, and the checkpoints that are there."""
+    directory = lock.directory
+    reclaimed = reclaim(directory) if lock.took_over else 0
+    sweep(directory)
+    return reclaimed, read_checkpoints(directory)
+
+
+def _describe_found(found: list[Checkpoint], left_at_step: int | None) -> str:
+    last = found[-1]
+    count = "a checkpoint" if len(found) == 1 else f"{len(found)} checkpoints, the last"
+    lost = (left_at_step or 0) - last.step
+    after = (
+        f"; the process that died here had done {lost} more {'step' if lost == 1 else 'steps'}, which are lost"
+        if lost > 0
+        else ""
+    )
+    return (
+        f"this directory holds {count}: {last.label}{after}. Go on with session.resume(), or with "
+        "trainer.train(resume_from_checkpoint=True)"
+    )
 
 
 def _packed(*, moments: bool, weights: object) -> frozenset[What]:
@@ -565,5 +771,5 @@ def _close_current() -> None:
         _current.close()
 
 
-# Nothing is left in the offload directory when the interpreter ends.
+# Nothing but checkpoints is left in the offload directory when the interpreter ends.
 atexit.register(_close_current)

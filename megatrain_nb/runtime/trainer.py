@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shutil
+import tempfile
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from megatrain_nb.errors import ArgumentError
@@ -19,12 +25,21 @@ from megatrain_nb.runtime.optimizer import (
     check_kind,
     check_nonfinite,
 )
+from megatrain_nb.runtime.runs import (
+    folder_of,
+    folders_in,
+    load_state,
+    read_reference,
+    step_of,
+    to_remove,
+    write_reference,
+)
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import valid_tokens
 from megatrain_nb.runtime.wrap import run_window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from transformers import TrainingArguments
 
@@ -32,6 +47,8 @@ if TYPE_CHECKING:
 
 # The loss that the running micro-batch would have called backward on; every micro-batch has its own context.
 _taken: ContextVar[list[Tensor]] = ContextVar("taken")
+# What crash_safe="step" keeps of a run, beside its checkpoint folders.
+_LAST_STEP = "last-step"
 _DISPLAYS = ("NotebookProgressCallback", "ProgressCallback", "PrinterCallback")
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 
@@ -44,7 +61,7 @@ class Trainer(transformers.Trainer):
     model
         In RAM (it moves into the session, block by block), or from ``mt.from_config``.
     args
-        ``TrainingArguments`` as for transformers, with ``save_strategy="no"``; what cannot be honoured is refused.
+        ``TrainingArguments`` as for transformers; what cannot be honoured is refused.
     fuse_micro_batches
         Let small micro-batches of a step pass a block together, where that gives the same up to rounding. Dropout
         then draws other masks.
@@ -61,6 +78,9 @@ class Trainer(transformers.Trainer):
 
     Notes
     -----
+    ``output_dir/checkpoint-N`` refers to a checkpoint of the session, which stays in the offload directory and
+    costs no second write; see `Session.checkpoints`.
+
     With dropout and more than one micro-batch per step, the micro-batches after the first draw from
     random streams of their own (see `megatrain_nb.runtime.window`).
     """
@@ -110,6 +130,8 @@ class Trainer(transformers.Trainer):
                 self._offloaded_of(model), optimizer, None, self._nonfinite
             )
         self._window: list[tuple[nn.Module, Any, Any]] = []
+        self._progress = _Progress(self)
+        self._references: dict[Path, str] = {}
         self.session.controls.save_dir = Path(args.output_dir or "megatrain-saved")
         super().__init__(
             model=model, args=args, optimizers=(optimizer, scheduler), **kwargs
@@ -208,15 +230,37 @@ class Trainer(transformers.Trainer):
     ) -> Any:
         """Train as transformers does; the callbacks of the session hear of it.
 
+        Parameters
+        ----------
+        resume_from_checkpoint
+            True: the last checkpoint in ``output_dir``. A folder: that one. None or False: begin.
+        *args, **kwargs
+            As for transformers.
+
         Raises
         ------
         ArgumentError
-            ``resume_from_checkpoint``: resuming comes in a later version.
+            There is no such checkpoint, or the session has not got it.
+        ModelError
+            It is of another model.
         """
-        if resume_from_checkpoint:
-            msg = "resume_from_checkpoint: checkpoints and resume come in a later version; start again without it"
-            raise ArgumentError(msg)
         self._window.clear()
+        if resume_from_checkpoint in (None, False):
+            return self._train(None, *args, **kwargs)
+        name = self._find_checkpoint(resume_from_checkpoint)
+        checkpoints = self.session.saved
+        progress = checkpoints.object_state(name, _Progress.key)
+        with tempfile.TemporaryDirectory() as folder:  # what transformers reads
+            reference = folder_of(Path(folder), checkpoints.get(name).step)
+            write_reference(
+                reference,
+                name=name,
+                offload_dir=self.session.preflight.path,
+                trainer_state=load_state(progress),
+            )
+            return self._train(str(reference), *args, **kwargs)
+
+    def _train(self, resume: str | None, *args: Any, **kwargs: Any) -> Any:
         if self._made_state is not None:
             transformers.set_seed(self.args.seed)
             torch.set_rng_state(self._made_state)
@@ -225,12 +269,200 @@ class Trainer(transformers.Trainer):
                 if type(display).__name__ in _DISPLAYS:
                     self.remove_callback(display)
         try:
-            return super().train(None, *args, **kwargs)
+            return super().train(resume, *args, **kwargs)
         finally:
             self._window.clear()
             self.session.controls.reset()
             for callback in self.session.callbacks:
                 callback.on_train_end()
+
+    # -- checkpoints --------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Take a checkpoint of the session, and make the folder that refers to it."""
+        if trial is None:
+            self.store_flos()
+        run, state = self._run_directory(trial), self.state
+        folder = folder_of(run, state.global_step)
+        if state.best_global_step:
+            best = folder_of(run, state.best_global_step)
+            if best == folder or best.exists():
+                state.best_model_checkpoint = str(best)
+        _note_callbacks(self)
+        there = self._referring(folders_in(run))
+        leaving = to_remove(
+            sorted(there, key=lambda path: path.stat().st_mtime),
+            folder,
+            limit=self.args.save_total_limit,
+            best=state.best_model_checkpoint,
+        )
+        checkpoints = self.session.saved
+        old = [
+            each
+            for each in checkpoints.all()
+            if each.name in {there[x] for x in leaving}
+        ]
+        with self._registered():
+            checkpoints.save(str(folder), leaving=old)
+        write_reference(
+            folder,
+            name=str(folder),
+            offload_dir=self.session.preflight.path,
+            trainer_state=self._progress.text(),
+        )
+        for path in leaving:
+            shutil.rmtree(path, ignore_errors=True)
+        for each in old:
+            checkpoints.remove(each)
+        self._references = self._referring(folders_in(run))
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.session.crash_safe:
+            _note_callbacks(self)
+            with self._registered():
+                self.session.saved.save(str(self._run_directory() / _LAST_STEP))
+
+    def _run_directory(self, trial: Any = None) -> Path:
+        return Path(self._get_output_dir(trial=trial)).absolute()
+
+    def _referring(self, folders: list[Path]) -> dict[Path, str]:
+        """Return the checkpoint that each folder refers to, where the session has it."""
+        names = {each.name for each in self.session.checkpoints()}
+        found = {folder: read_reference(folder)["checkpoint"] for folder in folders}
+        return {folder: name for folder, name in found.items() if name in names}
+
+    def _forget_removed(self) -> None:
+        """Let checkpoints go whose folders transformers has deleted since the last save."""
+        for folder, name in self._references.items():
+            if not folder.exists():
+                self.session.remove_checkpoint(name)
+        self._references = self._referring([x for x in self._references if x.exists()])
+
+    def _find_checkpoint(self, wanted: Any) -> str:
+        """Return the name of the checkpoint that ``resume_from_checkpoint`` means."""
+        if wanted is True:
+            run = self._run_directory()
+            there = self._referring(folders_in(run))
+            names = [there[max(there, key=step_of)]] if there else []
+            every = [each.name for each in self.session.checkpoints()]
+            last_step = str(run / _LAST_STEP)
+            if last_step in every:
+                names.append(last_step)
+            if not names:
+                msg = (
+                    f"resume_from_checkpoint=True: {run} refers to no checkpoint in {self.session.preflight.path}; "
+                    "give the offload_dir and output_dir of the run that is to go on, or begin without it"
+                )
+                raise ArgumentError(msg)
+            return max(names, key=every.index)
+        if not isinstance(wanted, str | Path):
+            msg = f"resume_from_checkpoint={wanted!r} is neither True nor a folder"
+            raise ArgumentError(msg)
+        folder = Path(wanted).absolute()
+        reference = read_reference(folder)
+        name = reference["checkpoint"]
+        if all(each.name != name for each in self.session.checkpoints()):
+            msg = (
+                f"{folder} refers to a checkpoint in {reference['offload_dir']}, and the session in "
+                f"{self.session.preflight.path} has not got it; open mt.init there, or bring it over with "
+                "session.export_checkpoint and session.import_checkpoint"
+            )
+            raise ArgumentError(msg)
+        return name
+
+    @contextmanager
+    def _registered(self) -> Iterator[None]:
+        """Let the session's checkpoints hold the scheduler's and the loop's state for a while."""
+        mine = {"lr_scheduler": self.lr_scheduler, _Progress.key: self._progress}
+        self.session.register(**mine)
+        try:
+            yield
+        finally:
+            self.session.register(**dict.fromkeys(mine))
+
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: Any = None
+    ) -> None:
+        """Do nothing yet: weights come back together with the optimizer, once that is made."""
+        seed = self.session.saved.object_state(
+            read_reference(Path(resume_from_checkpoint))["checkpoint"], _Progress.key
+        )["seed"]
+        torch.manual_seed(seed)  # the order of the data follows from it
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            name = read_reference(Path(checkpoint))["checkpoint"]
+            with self._registered():
+                self.session.saved.resume(name)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Set the random states once more, where the data are where they were."""
+        if checkpoint is not None:
+            name = read_reference(Path(checkpoint))["checkpoint"]
+            self.session.saved.set_random_state(name)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Take no step beyond the last: transformers takes one when a finished run is resumed within an epoch."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        reference = read_reference(Path(self.state.best_model_checkpoint))
+        self.session.resume(reference["checkpoint"], weights_only=True)
+
+
+class _Progress:
+    """Where transformers' loop is: its state, and the losses that it has not logged yet."""
+
+    key = "trainer"
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.seed = torch.initial_seed()
+        self.carried: dict[str, Any] | None = None
+
+    def text(self) -> str:
+        """Return transformers' state as JSON."""
+        state = dataclasses.asdict(self._trainer.state)
+        return json.dumps(state, indent=2, sort_keys=True) + "\n"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it."""
+        return {
+            "state": self.text(),
+            "seed": self.seed,
+            "loss": self._trainer._tr_loss,
+            "last_logged": self._trainer._globalstep_last_logged,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Keep it until transformers' loop has begun."""
+        self.carried = state
+
+    def begin(self) -> None:
+        """Give the loop what it does not carry over itself."""
+        trainer, carried, self.carried = self._trainer, self.carried, None
+        self.seed = torch.initial_seed() if carried is None else carried["seed"]
+        if carried is not None:
+            trainer._tr_loss += carried["loss"].to(trainer._tr_loss.device)
+            trainer._globalstep_last_logged = carried["last_logged"]
+            # transformers reports the mean loss of this call's steps only.
+            trainer._total_loss_scalar -= carried["loss"].item()
+
+
+def _note_callbacks(trainer: Trainer) -> None:
+    """Put the callbacks' states into the Trainer's, as transformers does before it saves."""
+    states: dict[str, Any] = {}
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            states.setdefault(type(callback).__name__, []).append(callback.state())
+    trainer.state.stateful_callbacks = {  # type: ignore[assignment]
+        name: each if len(each) > 1 else each[0] for name, each in states.items()
+    }
 
 
 class _Reports(transformers.TrainerCallback):
@@ -242,6 +474,9 @@ class _Reports(transformers.TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
+        self._trainer._progress.begin()
+        self._trainer.session.saved.num_steps = state.max_steps
+        self._trainer.session.saved.after_each_step = True
         for callback in self._trainer.session.callbacks:
             callback.on_train_begin(state.max_steps)
 
@@ -255,6 +490,8 @@ class _Reports(transformers.TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.streamed_optimizer.finish()
+        self._trainer._forget_removed()
+        self._trainer.session.saved.after_each_step = False
 
 
 def check_arguments(args: TrainingArguments, kwargs: dict[str, Any]) -> None:
@@ -277,10 +514,15 @@ def _refusals(
     optim = str(getattr(args.optim, "value", args.optim))
     return [
         (
-            args.save_strategy != SaveStrategy.NO,
-            f"save_strategy={str(getattr(args.save_strategy, 'value', args.save_strategy))!r}",
-            'checkpoints and resume come in a later version, so give save_strategy="no"; '
-            "trainer.save_model(dir) keeps the trained model",
+            args.save_strategy != SaveStrategy.NO and args.save_only_model,
+            "save_only_model=True",
+            "a checkpoint pins weights and moments together, at no cost; leave it out, and write the weights alone "
+            "with trainer.save_model(dir)",
+        ),
+        (
+            args.save_strategy != SaveStrategy.NO and args.push_to_hub,
+            "push_to_hub=True with save_strategy",
+            'checkpoints stay in the offload directory; give save_strategy="no" and push at the end',
         ),
         (
             optim not in _OPTIMIZERS,

@@ -16,13 +16,7 @@ from megatrain_nb.codec.lossless.chunks import ITEM_BYTES, DamagedError
 from megatrain_nb.errors import ArgumentError, ChecksumError, StoreError
 from megatrain_nb.store.base import IoRecord
 from megatrain_nb.store.lanes import Lanes
-from megatrain_nb.store.manifest import (
-    Manifest,
-    Tile,
-    delete_manifest,
-    read_manifest,
-    write_manifest,
-)
+from megatrain_nb.store.manifest import Manifest, Tile, extent_bytes
 from megatrain_nb.store.packing import STAGING_BYTES, Packing
 from megatrain_nb.store.rate import RateMeter
 from megatrain_nb.store.space import Space
@@ -30,7 +24,7 @@ from megatrain_nb.store.tilefile import TileFile
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -58,9 +52,9 @@ class DiskStore:
         Bypass the page cache; False where the file system refuses (`check_directory`).
     on_io
         Called from an I/O thread after each transfer that succeeded.
-    resume
-        Go on with the file in `directory` and the tiles of this manifest; what the
-        manifest does not name is free space.
+    pinned
+        Go on with the file in `directory`, these manifests pinned; what none of them
+        names is free space.
     staging
         Where packed tiles pass through; None: tiles cannot be packed. `STAGING_BYTES` for
         each thread are taken at once and given back by `close`.
@@ -85,7 +79,7 @@ class DiskStore:
         num_threads: int = 4,
         direct: bool = True,
         on_io: Callable[[IoRecord], None] | None = None,
-        resume: Manifest | None = None,
+        pinned: Sequence[Manifest] = (),
         staging: HostPool | None = None,
     ) -> None:
         self.directory = directory
@@ -93,27 +87,27 @@ class DiskStore:
         self.read_bytes = 0
         self.written_bytes = 0
         self.rate = RateMeter()
+        self._max_bytes = max_bytes
         self._on_io = on_io
-        self._index: dict[str, Tile] = dict(resume.tiles) if resume else {}
-        self._pins: set[Manifest] = set()
+        self._index: dict[str, Tile] = {}
+        self._pins = set(pinned)
         self._deleted: dict[str, int] = {}
         self._num_puts = 0  # submitted and not yet finished
         self._closing = self._closed = False
-        self._files = threading.Lock()  # one flush or close at a time
-        self._generation = max((t.generation for t in self._index.values()), default=0)
+        self._files = threading.Lock()  # one sync or close at a time
+        tiles = [tile for manifest in pinned for tile in manifest.tiles.values()]
+        self._generation = max((tile.generation for tile in tiles), default=0)
         self._staging = staging
         self._slabs: list[Slab] = []
         self._packings: SimpleQueue[Packing] = SimpleQueue()
         with ExitStack() as undo:
             undo.callback(self._give_staging)
             self._take_staging(num_threads)
-            self._file = TileFile(self.path, direct=direct, create=resume is None)
+            self._file = TileFile(self.path, direct=direct, create=not pinned)
             undo.callback(self._file.close)
-            self._space = Space(self._file, max_bytes, self._index.values())
+            self._space = Space(self._file, max_bytes, tiles)
             undo.pop_all()
         self._lanes = Lanes(num_threads, "megatrain-io")
-
-    read_manifest = staticmethod(read_manifest)
 
     def __repr__(self) -> str:
         state = "closed" if self._closing else f"{len(self._index)} tiles"
@@ -143,8 +137,10 @@ class DiskStore:
             work = partial(self._write, key, data, codec, self._generation)
             return self._lanes.submit(work, write=True)
 
-    def get_into(self, key: str, out: NDArray[np.uint8]) -> Future[None]:
-        """Fill `out` with the tile.
+    def get_into(
+        self, key: str, out: NDArray[np.uint8], *, of: Manifest | None = None
+    ) -> Future[None]:
+        """Fill `out` with the tile: the current one, or that ``of`` a pinned manifest.
 
         Raises
         ------
@@ -157,11 +153,13 @@ class DiskStore:
         _check_array(out, key, writeable=True)
         with self._space.changed:
             self._check_open()
-            tile = self._tile(key)
+            if of is not None:
+                self._check_pinned(of)
+            tile = self._tile(key, of)
             _check_length(key, tile, out)
             if tile.packed:
                 self._check_packing(tile.codec)
-            return self._lanes.submit(partial(self._read, key, out), write=False)
+            return self._lanes.submit(partial(self._read, key, out, of), write=False)
 
     def delete(self, key: str) -> None:
         """Forget the tile; puts of it that are still queued are void."""
@@ -217,11 +215,30 @@ class DiskStore:
         """Largest size the file has had."""
         return self._space.peak_bytes
 
-    def pin(self) -> Manifest:
-        """Return the tiles of this moment and keep them on disk until `unpin`."""
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes that tiles may occupy: the budget, or what the disk has now."""
+        room = self._file.size_bytes + self._file.free_bytes
+        return room if self._max_bytes is None else min(room, self._max_bytes)
+
+    def pinned_bytes(self, *, without: Container[Manifest] = ()) -> int:
+        """Bytes that pinned manifests occupy together, but for those ``without``."""
+        with self._space.changed:
+            return extent_bytes(m for m in self._pins if m not in without)
+
+    def pin(self, keys: Mapping[str, str] | None = None) -> Manifest:
+        """Return the tiles of this moment and keep them on disk until `unpin`.
+
+        Parameters
+        ----------
+        keys
+            By its name in the manifest, each tile's key; None takes all, under their keys.
+        """
         with self._space.changed:
             self._check_open()
-            manifest = Manifest(dict(self._index))
+            if keys is None:
+                keys = {key: key for key in self._index}
+            manifest = Manifest({name: self._tile(key) for name, key in keys.items()})
             self._pins.add(manifest)
             for tile in manifest.tiles.values():
                 self._space.hold(tile.parts)
@@ -231,44 +248,46 @@ class DiskStore:
         """Let the tiles of a pinned manifest go where nothing else holds them."""
         with self._space.changed:
             self._check_open()
-            if manifest not in self._pins:
-                msg = "this manifest is not pinned (any more) in this store"
-                raise StoreError(msg)
+            self._check_pinned(manifest)
             self._pins.remove(manifest)
             for tile in manifest.tiles.values():
                 self._space.drop(tile.parts)
             self._space.give_back()
 
-    def flush(self, manifest: Manifest | None = None) -> None:
-        """Make `manifest`, or the present tiles, what `read_manifest` finds.
-
-        Notes
-        -----
-        Covers puts whose futures are done. Only a manifest that stays pinned stays
-        true: later puts may overwrite the space of tiles that nothing holds.
-        """
-        with self._files:
-            held = manifest or self.pin()
-            try:
-                with self._space.changed:
-                    self._check_open()
-                    if held not in self._pins:
-                        msg = "flush() of a manifest that is not pinned: pin() it first"
-                        raise StoreError(msg)
-                self._file.sync()
-                write_manifest(self.directory, held)
-            finally:
-                if manifest is None:
-                    self.unpin(held)
-
-    def close(self, *, delete: bool = True) -> None:
-        """Wait for running transfers, join the threads, close the file; idempotent.
+    def restore(self, manifest: Manifest, keys: Mapping[str, str]) -> None:
+        """Make tiles of a pinned manifest the current ones; nothing is read or written.
 
         Parameters
         ----------
-        delete
-            Cancel what is queued and delete the files. Otherwise queued transfers are
-            done and the files stay; `flush` first if they are to be resumed.
+        keys
+            By key, each tile's name in the manifest. No put of these keys may be running.
+        """
+        with self._space.changed:
+            self._check_open()
+            self._check_pinned(manifest)
+            tiles = {key: self._tile(name, manifest) for key, name in keys.items()}
+            for key, tile in tiles.items():
+                self._space.hold(tile.parts)
+                if key in self._index:
+                    self._space.drop(self._index[key].parts)
+                self._index[key] = tile
+
+    def check_readable(self, manifest: Manifest) -> None:
+        """Raise ArgumentError if tiles of a manifest are packed, and this store has no staging for it."""
+        for codec in {tile.codec for tile in manifest.tiles.values() if tile.packed}:
+            self._check_packing(codec)
+
+    def sync(self) -> None:
+        """Return when the medium has every tile whose put is done."""
+        with self._files:
+            with self._space.changed:
+                self._check_open()
+            self._file.sync()
+
+    def close(self) -> None:
+        """Wait for running transfers, join the threads; only pinned tiles stay; idempotent.
+
+        What is queued is cancelled. Where nothing is pinned the file is deleted.
 
         Raises
         ------
@@ -279,34 +298,41 @@ class DiskStore:
         with self._space.changed:
             self._closing = True
         if not self._files.acquire(timeout=_CLOSE_TIMEOUT_S):
-            raise StoreError(self._why_not_closed("flush() has"))
+            raise StoreError(self._why_not_closed("sync() has"))
         try:
             if not self._closed:
-                self._close(delete=delete)
+                self._close()
         finally:
             self._files.release()
 
-    def _close(self, *, delete: bool) -> None:
-        if delete:
-            self._lanes.cancel_queued()
+    def _close(self) -> None:
+        self._lanes.cancel_queued()
         left = self._lanes.drain(_CLOSE_TIMEOUT_S)
         if left:
             raise StoreError(self._why_not_closed(f"{left} transfers have"))
         self._lanes.shutdown()
         self._give_staging()
-        self._file.close()
         self._closed = True
-        if delete:
+        try:
+            if self._pins:
+                with self._space.changed:
+                    while self._index:
+                        self._space.drop(self._index.popitem()[1].parts)
+                    self._space.give_back(all_of_it=True)
+        finally:
+            self._file.close()
+        if not self._pins:
             try:
                 self.path.unlink(missing_ok=True)
-                delete_manifest(self.directory)
             except OSError as error:
                 msg = f"cannot delete the tiles in {self.directory}: {error.strerror}"
                 raise StoreError(msg) from error
 
-    def _read(self, key: str, out: NDArray[np.uint8]) -> None:
+    def _read(self, key: str, out: NDArray[np.uint8], of: Manifest | None) -> None:
         with self._space.changed:
-            tile = self._tile(key)
+            if of is not None:
+                self._check_pinned(of)
+            tile = self._tile(key, of)
             _check_length(key, tile, out)
             self._space.hold(tile.parts)
             self._space.num_transfers += 1
@@ -464,12 +490,18 @@ class DiskStore:
         if self._on_io is not None:
             self._on_io(IoRecord(op, key, nbytes, start_s, end_s))
 
-    def _tile(self, key: str) -> Tile:
+    def _tile(self, key: str, of: Manifest | None = None) -> Tile:
+        tiles = self._index if of is None else of.tiles
         try:
-            return self._index[key]
+            return tiles[key]
         except KeyError:
-            msg = f"no tile {key!r} in {self.path} ({len(self._index)} tiles)"
+            msg = f"no tile {key!r} in {self.path} ({len(tiles)} tiles)"
             raise StoreError(msg) from None
+
+    def _check_pinned(self, manifest: Manifest) -> None:
+        if manifest not in self._pins:
+            msg = "this manifest is not pinned (any more) in this store"
+            raise StoreError(msg)
 
     def _why_not_closed(self, who: str) -> str:
         return (

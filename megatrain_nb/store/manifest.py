@@ -1,22 +1,25 @@
-"""Where each tile lies: the part of a disk store that survives the process."""
+"""Which version of each tile was current at one moment, and where it lies in the data file."""
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatrain_nb.errors import StoreError
+from megatrain_nb.store.base import ALIGN_BYTES, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
+    from collections.abc import Iterable, Mapping
 
-MANIFEST_NAME = "manifest.json"
-TEMPORARY_NAME = "manifest.json.new"
-_VERSION = 2
-
+_MAX_TEXT = 500
+_MAX_PARTS = 2**16
+_MAX_OFFSET = 2**60
+_LIMITS = {
+    "nbytes": 2**40,
+    "packed_bytes": 2**40,
+    "checksum": 2**64,
+    "generation": 2**63,
+}
 
 Parts = tuple[tuple[int, int], ...]
 """Ranges of the data file that together are one tile: offset and length of each."""
@@ -55,6 +58,11 @@ class Tile:
         return self.parts[0][0]
 
     @property
+    def extent_bytes(self) -> int:
+        """Bytes the tile occupies on disk."""
+        return sum(length for _, length in self.parts)
+
+    @property
     def packed(self) -> bool:
         """Whether it is shorter on disk."""
         return self.packed_bytes < self.nbytes
@@ -66,71 +74,85 @@ class Manifest:
 
     tiles: Mapping[str, Tile]
 
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Replace the manifest file; a crash leaves the old or the new one, whole.
-
-    Raises
-    ------
-    StoreError
-        The file could not be written; the old one is in place.
-    """
-    tiles = {key: asdict(tile) for key, tile in sorted(manifest.tiles.items())}
-    text = json.dumps({"version": _VERSION, "tiles": tiles}, indent=1)
-    temporary, path = directory / TEMPORARY_NAME, directory / MANIFEST_NAME
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-        sync_directory(directory)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        msg = f"cannot write {path}: {error.strerror}"
-        raise StoreError(msg) from error
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes that its tiles occupy on disk, whoever else holds them."""
+        return extent_bytes([self])
 
 
-def read_manifest(directory: Path) -> Manifest | None:
-    """Return the manifest in `directory`, or None if there is none.
+def extent_bytes(manifests: Iterable[Manifest]) -> int:
+    """Return the bytes that manifests occupy on disk together: a tile of several counts once."""
+    tiles = (tile for manifest in manifests for tile in manifest.tiles.values())
+    return sum({tile.offset: tile.extent_bytes for tile in tiles}.values())
+
+
+def format_tiles(manifest: Manifest) -> dict[str, Any]:
+    """Return the tiles as what JSON can hold."""
+    return {key: asdict(tile) for key, tile in sorted(manifest.tiles.items())}
+
+
+def parse_tiles(content: Any) -> Manifest:
+    """Return what `format_tiles` made, from a source that is not trusted.
 
     Raises
     ------
-    StoreError
-        There is one, but it cannot be understood.
+    ValueError
+        Says what is wrong with it.
     """
-    path = directory / MANIFEST_NAME
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["version"] != _VERSION:
-            msg = f"{path} has version {content['version']}, this program reads {_VERSION}"
-            raise StoreError(msg)
-        return Manifest({key: _tile(**tile) for key, tile in content["tiles"].items()})
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        msg = f"{path} cannot be read ({error}); reclaim() deletes it and its tiles"
-        raise StoreError(msg) from error
+    if not isinstance(content, dict):
+        msg = "the tiles are not a table"
+        raise ValueError(msg)  # noqa: TRY004 - a fault of the file, not of the program
+    return Manifest({_key(key): _tile(key, tile) for key, tile in content.items()})
 
 
-def _tile(parts: list[list[int]], **others: Any) -> Tile:
-    ranges = tuple((int(offset), int(length)) for offset, length in parts)
-    if sum(length for _, length in ranges) < others["packed_bytes"] or not ranges:
-        msg = "a tile is longer than its place"
+def _key(key: Any) -> str:
+    if not isinstance(key, str) or not 0 < len(key) <= _MAX_TEXT:
+        msg = f"a tile is called {json.dumps(key)[:_MAX_TEXT]}"
         raise ValueError(msg)
-    return Tile(parts=ranges, **others)
+    return key
 
 
-def delete_manifest(directory: Path) -> None:
-    """Delete the manifest and what a crash may have left of a new one."""
-    for name in (MANIFEST_NAME, TEMPORARY_NAME):
-        (directory / name).unlink(missing_ok=True)
+def _tile(key: str, fields: Any) -> Tile:
+    if not isinstance(fields, dict) or fields.keys() != {*_LIMITS, "codec", "parts"}:
+        msg = f"tile {key!r} has other fields than parts, {', '.join(_LIMITS)}, codec"
+        raise ValueError(msg)
+    for name, limit in _LIMITS.items():
+        if not _is_count(fields[name], limit):
+            msg = f"tile {key!r} has {name} {str(fields[name])[:80]}"
+            raise ValueError(msg)
+    codec = fields["codec"]
+    if not isinstance(codec, str) or len(codec) > _MAX_TEXT:
+        msg = f"tile {key!r} has a codec that is not a name"
+        raise ValueError(msg)
+    parts = _parts(key, fields["parts"])
+    packed_bytes = fields["packed_bytes"]
+    if packed_bytes > fields["nbytes"] or (
+        sum(length for _, length in parts) != round_up(max(packed_bytes, 1))
+    ):
+        msg = f"tile {key!r} does not fit its place"
+        raise ValueError(msg)
+    return Tile(**(fields | {"parts": parts}))
 
 
-def sync_directory(directory: Path) -> None:
-    """Make renames and creations in `directory` survive a power cut."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _parts(key: str, parts: Any) -> Parts:
+    """Return the ranges of a tile: whole pages, at least one, none twice."""
+    if not isinstance(parts, list) or not 0 < len(parts) <= _MAX_PARTS:
+        msg = f"tile {key!r} has no place"
+        raise ValueError(msg)
+    for part in parts:
+        if not isinstance(part, list) or len(part) != 2:
+            msg = f"tile {key!r} has a place that is not a range"
+            raise ValueError(msg)
+        for value in part:
+            if not _is_count(value, _MAX_OFFSET) or value % ALIGN_BYTES:
+                msg = f"tile {key!r} lies at {str(value)[:80]}, not on a page"
+                raise ValueError(msg)
+    ranges = tuple((offset, length) for offset, length in parts)
+    if not all(length for _, length in ranges):
+        msg = f"tile {key!r} has an empty range"
+        raise ValueError(msg)
+    return ranges
+
+
+def _is_count(value: Any, limit: int) -> bool:
+    return type(value) is int and 0 <= value < limit

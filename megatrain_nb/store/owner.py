@@ -12,13 +12,16 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.errors import SessionError, StoreError
+from megatrain_nb.store.checkpoint import read_checkpoints, sweep
 from megatrain_nb.store.disk import DATA_NAME
-from megatrain_nb.store.manifest import MANIFEST_NAME, TEMPORARY_NAME
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LOCK_NAME = "owner.lock"
+_NOTE_BYTES = (
+    512  # one write of a fixed length: a reader finds the old note or the new one
+)
 
 
 class OwnerLock:
@@ -33,6 +36,8 @@ class OwnerLock:
     ----------
     took_over
         A dead process had left its lock here; `reclaim` deletes its tiles.
+    left_at_step
+        The step that the dead process had noted last, or None.
 
     Raises
     ------
@@ -46,19 +51,30 @@ class OwnerLock:
     """
 
     took_over: bool
+    left_at_step: int | None
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.path = directory / LOCK_NAME
         self._fd = self._acquire()
-        self.took_over = bool(os.pread(self._fd, 1, 0))
-        owner = {
+        self._before = os.pread(self._fd, 4096, 0)
+        self.took_over = bool(self._before)
+        step = _read_owner(self._fd).get("step")
+        self.left_at_step = step if type(step) is int else None
+        self._owner: dict[str, Any] = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, json.dumps(owner).encode(), 0)
+        # Never empty in between: an empty file would not say that somebody died here.
+        os.pwrite(self._fd, json.dumps(self._owner).encode().ljust(_NOTE_BYTES), 0)
+        os.ftruncate(self._fd, _NOTE_BYTES)
+
+    def note_step(self, step: int) -> None:
+        """Note how far the work is, for whoever takes over if this process dies."""
+        text = json.dumps(self._owner | {"step": step})
+        if self._fd >= 0:
+            os.pwrite(self._fd, text.encode().ljust(_NOTE_BYTES), 0)
 
     def release(self) -> None:
         """Give the directory free and delete the lock file; idempotent."""
@@ -71,6 +87,14 @@ class OwnerLock:
             if _is_file(fd, self.path):
                 self.path.unlink()
         finally:
+            os.close(fd)
+
+    def abandon(self) -> None:
+        """Give the directory free as a dead process would: the lock file stays, with what it said before."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, self._before, 0)
             os.close(fd)
 
     def _acquire(self) -> int:
@@ -95,26 +119,30 @@ class OwnerLock:
 
 
 def reclaim(directory: Path) -> int:
-    """Delete the tiles that a dead owner left; return the bytes that became free.
+    """Delete what a dead owner left and no checkpoint pins; return the bytes that became free.
 
     Deletes nothing but this package's own regular files. Call it while holding the
-    `OwnerLock`, before a store is opened.
+    `OwnerLock`, before a store is opened. Where there are checkpoints the data file
+    stays; a store that is opened with them takes the rest of it for free space.
 
     Raises
     ------
     SessionError
         Another process owns the directory.
+    StoreError
+        A checkpoint cannot be read.
     """
     _check_not_owned_by_other(directory)
-    freed = 0
-    for name in (DATA_NAME, MANIFEST_NAME, TEMPORARY_NAME):
-        path = directory / name
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode):
-                path.unlink()
-                freed += status.st_blocks * 512
-    return freed
+    sweep(directory)
+    if read_checkpoints(directory):
+        return 0
+    path = directory / DATA_NAME
+    with suppress(FileNotFoundError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            path.unlink()
+            return status.st_blocks * 512
+    return 0
 
 
 def _open_lock(path: Path) -> int:

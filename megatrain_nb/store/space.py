@@ -110,10 +110,11 @@ class Space:
         self.changed.notify_all()
         return tuple(kept)
 
-    def give_back(self) -> None:
+    def give_back(self, *, all_of_it: bool = False) -> None:
         """Return a large free end to the disk; a small one is needed again soon."""
         end_bytes = self._extents.end_bytes
-        if self._file.size_bytes > end_bytes + end_bytes // 4 + KEEP_BYTES:
+        spare = 0 if all_of_it else end_bytes // 4 + KEEP_BYTES
+        if self._file.size_bytes > end_bytes + spare:
             self._file.shrink(end_bytes)
 
     def _free(self, parts: Parts) -> None:
@@ -125,16 +126,20 @@ class Space:
         return self.num_transfers > 0 and left_s > 0 and self.changed.wait(left_s)
 
     def _take_over(self, tiles: list[Tile]) -> None:
-        """Hold the tiles of a manifest; the rest of the file is free space."""
+        """Hold the tiles of all pinned manifests; the rest of the file is free space."""
         path = self._file.path
         try:
-            self._extents.reserve([part for tile in tiles for part in tile.parts])
+            # Tiles share all of their ranges or none: a range of two different tiles overlaps.
+            ranges = [
+                part for parts in {tile.parts for tile in tiles} for part in parts
+            ]
+            self._extents.reserve(sorted(ranges))
         except ValueError as error:
-            msg = f"the manifest does not fit {path}: {error}"
+            msg = f"the checkpoints do not fit {path}: {error}"
             raise StoreError(msg) from error
         end_bytes, size_bytes = self._extents.end_bytes, self._file.size_bytes
         if end_bytes > size_bytes:
-            msg = f"{path} has {size_bytes} bytes, its manifest names {end_bytes}"
+            msg = f"{path} has {size_bytes} bytes, its checkpoints name {end_bytes}"
             raise StoreError(msg)
         if self._max_bytes is not None and end_bytes > self._max_bytes:
             msg = (

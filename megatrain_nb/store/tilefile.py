@@ -237,7 +237,7 @@ class TileFile:
 
     def _why_not_open(self, error: OSError) -> str:
         if error.errno == errno.EEXIST:
-            why = "it exists; resume from its manifest, or delete it with reclaim()"
+            why = "it exists, and no checkpoint needs it; delete it with reclaim()"
         elif error.errno == errno.EINVAL and self.direct:
             why = "the file system does not support O_DIRECT; use direct=False"
         else:

@@ -35,6 +35,7 @@ def bare_shell() -> Iterator[Any]:
     InteractiveShell.clear_instance()
     shell = InteractiveShell.instance(config=config, colors="nocolor")
     shell.display_pub = CapturingDisplayPublisher()
+    shell.db = {}  # and not what the user's profile remembers
     yield shell
     atexit.unregister(shell.atexit_operations)
     shell.atexit_operations()

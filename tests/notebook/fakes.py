@@ -37,6 +37,11 @@ class FakeStatus:
         return "<b>status</b>"
 
 
+@dataclass(frozen=True)
+class FakeCheckpoint:
+    label: str
+
+
 class FakeSession:
     """Counts steps; stops where the runtime would."""
 
@@ -57,12 +62,21 @@ class FakeSession:
         self.num_stops += 1
         self.stop_event.set()
 
-    def resume(self) -> None:
+    def clear_stop(self) -> None:
         self.stop_event.clear()
 
     def close(self) -> None:
         self.closed = True
         sys.modules[MODULE].current = None  # type: ignore[attr-defined]
+
+    def checkpoints(self) -> list[FakeCheckpoint]:
+        return [FakeCheckpoint("'step-4', step 4 of 9")]
+
+    def resume(self, name: str | None, *, weights_only: bool) -> tuple[Any, bool]:
+        if name == "missing":
+            msg = "no checkpoint 'missing' in /nvme/run; there: 'step-4'"
+            raise ArgumentError(msg)
+        return name, weights_only
 
     def tiers(self) -> dict[str, FakeTier]:
         now = 400_000_000 + 1_000_000 * (self.step % 50)

@@ -6,6 +6,7 @@ import pytest
 from IPython.core.completer import provisionalcompleter
 
 from megatrain_nb.notebook.complete import candidates_for
+from megatrain_nb.notebook.parser import COMMANDS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,11 +15,7 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize(
     ("typed", "word", "candidates"),
     [
-        (
-            "",
-            "",
-            ["init", "status", "probe", "explore", "runs", "replay", "close", "help"],
-        ),
+        ("", "", [*COMMANDS]),
         ("in", "in", ["init"]),
         ("init --max-v", "--max-v", ["--max-vram"]),
         ("init --max-ram ", "", []),

@@ -57,6 +57,38 @@ def test_init_opens_and_returns_a_session(
     assert capsys.readouterr().out == ""
 
 
+def test_checkpoints_and_resume(
+    shell: Any, fake: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in ("checkpoints", "resume"):
+        run(shell, f"%megatrain {line}")
+        assert "no session is open" in capsys.readouterr().err
+    run(shell, f"%megatrain {INIT};")
+    run(shell, "found = %megatrain checkpoints")
+    assert [each.label for each in shell.user_ns["found"]] == ["'step-4', step 4 of 9"]
+    for line, expected in (
+        ("resume", (None, False)),
+        ("resume step-4 --weights-only", ("step-4", True)),
+    ):
+        run(shell, f"found = %megatrain {line}")
+        assert shell.user_ns["found"] == expected
+    run(shell, "%megatrain resume missing")
+    assert "no checkpoint 'missing' in" in capsys.readouterr().err
+
+
+def test_resume_remembers_the_directory(
+    shell: Any, fake: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"%megatrain {INIT};")
+    options = fake.current.options
+    fake.current.close()
+    run(shell, "s = %megatrain resume")
+    assert shell.user_ns["s"] is fake.current
+    assert fake.current.options == options
+    told = capsys.readouterr().out
+    assert "last checkpoint: 'step-4', step 4 of 9. Run the cells" in told
+
+
 def test_variables_and_home_are_expanded(
     shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,7 +324,7 @@ def test_a_gradient_that_is_lost_while_its_update_is_due(
             disk.arm("pwritev", n)
             with pytest.raises((KeyboardInterrupt, mt.StoreError)):
                 window_step(model, optimizer, 2)
-            session.resume()
+            session.clear_stop()
             told += not check_after_fault(model, optimizer, expected)
             disk.disarm()
     assert told

@@ -107,7 +107,7 @@ def test_interrupts_at_random_moments_of_everything(
                         work(model, optimizer, record_steps(model))
             except KeyboardInterrupt:
                 stopped += 1
-            session.resume()
+            session.clear_stop()
             assert (interrupts._depth, interrupts._protected) == (0, 0)
             assert signal.getsignal(signal.SIGINT) is before
             done = record_steps(model)

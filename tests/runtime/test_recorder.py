@@ -46,8 +46,8 @@ class SlowStore(DiskStore):
 
     delay_s = 0.0
 
-    def get_into(self, key: str, out: Any) -> Future[None]:
-        read = super().get_into(key, out)
+    def get_into(self, key: str, out: Any, **of: Any) -> Future[None]:
+        read = super().get_into(key, out, **of)
         if not self.delay_s:
             return read
         late: Future[None] = Future()

@@ -419,7 +419,7 @@ def test_stop_in_the_middle_of_a_window(tmp_path: Path, kind: str, name: str) ->
         assert differing(before, snapshot(model, optimizer)) == []
         assert model.head.weight.grad is None
         session.callbacks.clear()
-        session.resume()
+        session.clear_stop()
         window_step(model, optimizer, 1)
         after = snapshot(model, optimizer)
     with opened(tmp_path):
@@ -666,7 +666,7 @@ def test_an_error_while_closing_does_not_stop_it(
         assert list(tmp_path.iterdir()) == []
         assert mt.current_session() is None
     finally:
-        session.store.close(delete=True)
+        session.store.close()
         session.threads.close()
         session.pool.close()
         session._lock.release()

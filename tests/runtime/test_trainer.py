@@ -408,7 +408,8 @@ def test_a_model_made_by_a_function(tmp_path: Path) -> None:
 
 # How to ask for it: arguments, attributes set afterwards, keywords of the trainer.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "save_strategy": ({"save_strategy": "steps"}, {}, {}),
+    "save_only_model": ({"save_strategy": "steps"}, {"save_only_model": True}, {}),
+    "push_to_hub": ({"save_strategy": "steps"}, {"push_to_hub": True}, {}),
     "optim": ({"optim": "adafactor"}, {}, {}),
     "fp16": ({}, {"fp16": True}, {}),
     "bf16": ({}, {"bf16": True}, {}),
@@ -474,12 +475,3 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
         pytest.raises(mt.ArgumentError, match="SGD"),
     ):
         mt.Trainer(model=model, args=arguments(tmp_path), optimizers=(optimizer, None))
-
-
-def test_resuming_is_refused(tmp_path: Path) -> None:
-    with opened(tmp_path / "store", "ram"):
-        trainer = mt.Trainer(
-            model=make_model("llama"), args=arguments(tmp_path), train_dataset=Rows()
-        )
-        with pytest.raises(mt.ArgumentError, match="resume"):
-            trainer.train(resume_from_checkpoint=True)

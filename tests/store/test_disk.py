@@ -2,15 +2,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import mmap
 import os
 import threading
 import time
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,10 +21,12 @@ from megatrain_nb.store.base import IoRecord, wait
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.lanes import Lanes
+from megatrain_nb.store.manifest import Manifest
 from tests.store.conformance import StoreConformance, get, noise, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from megatrain_nb.store.base import Store
 
@@ -207,10 +208,7 @@ def test_no_direct_io_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_flipped_bit_is_found(store: DiskStore) -> None:
     put(store, "a", noise(PAGE))
     put(store, "layers.3/exp_avg", noise(50_000))
-    store.flush()
-    manifest = DiskStore.read_manifest(store.directory)
-    assert manifest is not None
-    tile = manifest.tiles["layers.3/exp_avg"]
+    tile = store.pin().tiles["layers.3/exp_avg"]
     with store.path.open("r+b") as file:
         file.seek(tile.offset + 49_999)
         byte = file.read(1)[0]
@@ -376,97 +374,107 @@ def test_records_and_counters(tmp_path: Path) -> None:
     store.close()
 
 
-# ---- manifest ----
+# ---- pinned manifests ----
 
 
-def test_flush_then_resume(tmp_path: Path, direct: bool) -> None:
+def test_only_what_is_pinned_outlives_the_store(tmp_path: Path, direct: bool) -> None:
     store = DiskStore(tmp_path, direct=direct)
-    assert DiskStore.read_manifest(tmp_path) is None
     for i in range(4):
         put(store, f"t{i}", noise(10_000 + i, i))
     wait(store.put("t1", noise(9, 9), codec="split"), what="put", timeout_s=20)
-    store.delete("t0")
-    store.flush()
-    store.close(delete=False)
-    manifest = DiskStore.read_manifest(tmp_path)
-    assert manifest is not None
-    again = DiskStore(tmp_path, direct=direct, resume=manifest)
-    assert again.keys() == ["t1", "t2", "t3"]
-    assert again.codec("t1") == "split"
-    assert np.array_equal(get(again, "t1"), noise(9, 9))
-    put(again, "t4", noise(12_000, 4))
-    for i in (2, 3, 4):
-        assert np.array_equal(get(again, f"t{i}"), noise(again.nbytes(f"t{i}"), i))
-    assert again.used_bytes == PAGE + 3 * 3 * PAGE
-    for key in ("t1", "t2", "t3", "t4"):
-        again.delete(key)
-    assert again.used_bytes == 0
+    pinned = store.pin({"one": "t1", "two": "t2"})
+    put(store, "t1", noise(10, 10))
+    store.sync()
+    store.close()
+    again = DiskStore(tmp_path, direct=direct, pinned=[pinned])
+    assert again.keys() == []
+    assert again.used_bytes == again.pinned_bytes() == PAGE + 3 * PAGE
+    again.restore(pinned, {"a": "one", "b": "two"})
+    assert again.codec("a") == "split"
+    assert np.array_equal(get(again, "a"), noise(9, 9))
+    assert np.array_equal(get(again, "b"), noise(10_002, 2))
+    put(again, "a", noise(12_000, 4))
+    out = np.empty(9, np.uint8)
+    wait(again.get_into("one", out, of=pinned), what="get", timeout_s=20)
+    assert np.array_equal(out, noise(9, 9))
+    again.unpin(pinned)
+    assert again.used_bytes == 3 * PAGE + 3 * PAGE
     again.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_flush_of_a_pinned_manifest_is_the_checkpoint(store: DiskStore) -> None:
-    put(store, "a", noise(MIB, 1))
+def test_the_newest_version_wins_after_a_restart(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path)
+    put(store, "a", noise(10, 1))
     pinned = store.pin()
-    put(store, "a", noise(MIB, 2))
-    store.flush(pinned)
-    found = DiskStore.read_manifest(store.directory)
-    assert found is not None
-    assert found.tiles == pinned.tiles
+    store.close()
+    again = DiskStore(tmp_path, pinned=[pinned])
+    again.restore(pinned, {"a": "a"})
+    put(again, "a", noise(10, 2))
+    assert np.array_equal(get(again, "a"), noise(10, 2))
+    again.close()
+
+
+def test_manifests_share_what_did_not_change(store: DiskStore) -> None:
+    put(store, "a", noise(MIB, 1))
+    put(store, "b", noise(MIB, 2))
+    first = store.pin()
+    put(store, "a", noise(MIB, 3))
+    second = store.pin()
+    assert store.used_bytes == store.pinned_bytes() == 3 * MIB
+    assert store.pinned_bytes(without={first}) == 2 * MIB
+    store.unpin(first)
+    assert store.used_bytes == 2 * MIB
+    store.restore(second, {"c": "a"})
+    store.unpin(second)
+    assert np.array_equal(get(store, "c"), noise(MIB, 3))
+
+
+@pytest.mark.parametrize("use", ["unpin", "restore", "get_into"])
+def test_a_manifest_that_is_not_pinned(store: DiskStore, use: str) -> None:
+    put(store, "a", noise(10))
+    pinned = store.pin()
     store.unpin(pinned)
-    with pytest.raises(StoreError, match="pin"):
-        store.flush(pinned)
+    calls: dict[str, Any] = {
+        "unpin": lambda: store.unpin(pinned),
+        "restore": lambda: store.restore(pinned, {"a": "a"}),
+        "get_into": lambda: store.get_into("a", np.empty(10, np.uint8), of=pinned),
+    }
+    with pytest.raises(StoreError, match="not pinned"):
+        calls[use]()
+    with pytest.raises(StoreError, match="no tile 'b'"):
+        store.pin({"x": "b"})
 
 
-def test_a_crash_while_the_manifest_is_written_leaves_the_old_one(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(store, "a", noise(10))
-    store.flush()
-    text = (store.directory / "manifest.json").read_text()
-    put(store, "b", noise(10))
-    monkeypatch.setattr(
-        Path, "replace", lambda *args: fail_now(errno.ENOSPC, "disk full")
-    )
-    with pytest.raises(StoreError, match=r"cannot write .*manifest\.json"):
-        store.flush()
-    assert (store.directory / "manifest.json").read_text() == text
-    assert len(list(store.directory.iterdir())) == 2
+def test_capacity_is_the_budget_or_the_disk(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path, max_bytes=3 * MIB)
+    assert store.capacity_bytes == 3 * MIB
+    store.close()
+    store = DiskStore(tmp_path)
+    put(store, "a", noise(MIB))
+    free = os.statvfs(tmp_path)
+    expected = free.f_bavail * free.f_frsize + store.path.stat().st_size
+    assert abs(store.capacity_bytes - expected) < expected // 10
+    store.close()
 
 
-def test_flushes_at_once_take_turns(store: DiskStore) -> None:
-    put(store, "a", noise(10))
-    with ThreadPoolExecutor(4) as threads:
-        for done in [threads.submit(store.flush) for _ in range(20)]:
-            done.result(20)
-    found = DiskStore.read_manifest(store.directory)
-    assert found is not None
-    assert found.tiles == store.pin().tiles
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 2, "tiles": {"a": {}}}'])
-def test_a_damaged_manifest_is_named(tmp_path: Path, text: str) -> None:
-    (tmp_path / "manifest.json").write_text(text)
-    with pytest.raises(StoreError, match=r"manifest\.json cannot be read"):
-        DiskStore.read_manifest(tmp_path)
-    (tmp_path / "manifest.json").write_text(json.dumps({"version": 99}))
-    with pytest.raises(StoreError, match="version 99"):
-        DiskStore.read_manifest(tmp_path)
-
-
-def test_resume_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_pinned_manifests_that_do_not_fit(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     put(store, "a", noise(3 * MIB))
-    store.flush()
-    store.close(delete=False)
+    pinned = store.pin()
+    store.close()
     with pytest.raises(StoreError, match="it exists"):
         DiskStore(tmp_path)
-    manifest = DiskStore.read_manifest(tmp_path)
     with pytest.raises(BudgetError, match="raise max_disk_gb"):
-        DiskStore(tmp_path, resume=manifest, max_bytes=MIB)
+        DiskStore(tmp_path, pinned=[pinned], max_bytes=MIB)
+    tile = pinned.tiles["a"]
+    begin, length = tile.parts[0]
+    crossing = Manifest({"b": replace(tile, parts=((begin + PAGE, length),))})
+    with pytest.raises(StoreError, match="overlap"):
+        DiskStore(tmp_path, pinned=[pinned, crossing])
     os.truncate(store.path, MIB)
-    with pytest.raises(StoreError, match="its manifest names"):
-        DiskStore(tmp_path, resume=manifest)
+    with pytest.raises(StoreError, match="its checkpoints name"):
+        DiskStore(tmp_path, pinned=[pinned])
 
 
 # ---- the end ----
@@ -479,7 +487,7 @@ def test_nothing_is_left_after_close(tmp_path: Path, direct: bool) -> None:
         futures = [store.put(f"t{i}", noise(100_000, i)) for i in range(8)]
         for future in futures:
             wait(future, what="put", timeout_s=20)
-        store.flush()
+        store.sync()
         assert (open_fds(), threading.active_count()) != before
         names = [thread.name for thread in threading.enumerate()]
         assert any(name.startswith("megatrain-io") for name in names)
@@ -507,14 +515,6 @@ def test_close_waits_for_what_runs_and_cancels_what_is_queued(
     store.close()
     first.result(0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_close_without_delete_does_what_is_queued(tmp_path: Path) -> None:
-    store = DiskStore(tmp_path, num_threads=1)
-    futures = [store.put(f"t{i}", noise(MIB)) for i in range(5)]
-    store.close(delete=False)
-    for future in futures:
-        future.result(0)
 
 
 def test_the_store_lets_go_of_arrays(store: DiskStore) -> None:

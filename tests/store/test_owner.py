@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 
 from megatrain_nb.errors import SessionError, StoreError
+from megatrain_nb.store.checkpoint import Label, write_checkpoint
+from megatrain_nb.store.manifest import Manifest
 from megatrain_nb.store.owner import OwnerLock, reclaim
 
 if TYPE_CHECKING:
@@ -70,7 +73,6 @@ def test_release_leaves_the_lock_of_a_successor_alone(tmp_path: Path) -> None:
 
 def test_reclaim_deletes_our_files_only(tmp_path: Path) -> None:
     (tmp_path / "tiles.bin").write_bytes(bytes(8192))
-    (tmp_path / "manifest.json").write_text("{}")
     (tmp_path / "thesis.tex").write_text("keep me")
     lock = OwnerLock(tmp_path)
     assert reclaim(tmp_path) >= 8192
@@ -78,6 +80,31 @@ def test_reclaim_deletes_our_files_only(tmp_path: Path) -> None:
     assert reclaim(tmp_path) == 0
     lock.release()
     assert reclaim(tmp_path) == 0
+
+
+def test_reclaim_leaves_checkpoints_and_what_they_pin(tmp_path: Path) -> None:
+    (tmp_path / "tiles.bin").write_bytes(bytes(8192))
+    label = Label(name="a", step=1, num_steps=None, time=datetime.now(UTC))
+    write_checkpoint(tmp_path, 1, label, Manifest({}), state={}, tensors=b"")
+    (tmp_path / "checkpoints" / ".new-000002").mkdir()
+    assert reclaim(tmp_path) == 0
+    assert (tmp_path / "tiles.bin").exists()
+    assert [x.name for x in (tmp_path / "checkpoints").iterdir()] == ["000001"]
+
+
+def test_a_dead_owner_says_how_far_it_was(tmp_path: Path) -> None:
+    lock = OwnerLock(tmp_path)
+    assert lock.left_at_step is None
+    for step in (9, 10):
+        lock.note_step(step)
+    with pytest.raises(SessionError, match="another session of this process"):
+        OwnerLock(tmp_path)
+    os.close(lock._fd)
+    after = OwnerLock(tmp_path)
+    assert (after.took_over, after.left_at_step) == (True, 10)
+    after.release()
+    after.note_step(11)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_reclaim_does_not_follow_or_delete_links(tmp_path: Path) -> None:

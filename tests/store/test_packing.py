@@ -175,18 +175,19 @@ def test_resume_reads_what_was_packed(tmp_path: Path) -> None:
     pack(store, "a", floats(3 * MIB))
     pack(store, "b", noise(MIB))
     sizes = store.packed_sizes()
-    store.flush()
-    store.close(delete=False)
-    manifest = DiskStore.read_manifest(tmp_path)
-    assert manifest is not None
-    again = open_store(tmp_path, resume=manifest)
+    manifest = store.pin()
+    store.close()
+    again = open_store(tmp_path, pinned=[manifest])
+    again.restore(manifest, {"a": "a", "b": "b"})
     assert again.packed_sizes() == sizes
     assert np.array_equal(get(again, "a"), floats(3 * MIB))
-    again.close(delete=False)
-    plain = DiskStore(tmp_path, resume=manifest)
+    again.close()
+    plain = DiskStore(tmp_path, pinned=[manifest])
+    plain.restore(manifest, {"a": "a", "b": "b"})
     assert np.array_equal(get(plain, "b"), noise(MIB))
     with pytest.raises(ArgumentError, match=r"lossless32.*staging"):
         get(plain, "a")
+    plain.unpin(manifest)
     plain.close()
 
 
@@ -237,10 +238,9 @@ def test_a_store_that_cannot_pack_says_so(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found(store: DiskStore, at: int) -> None:
     pack(store, "layers.3/exp_avg", floats(3 * MIB))
     size = store.packed_sizes()[1]
-    store.flush()
-    manifest = DiskStore.read_manifest(store.directory)
-    assert manifest is not None
-    tile = manifest.tiles["layers.3/exp_avg"]
+    pinned = store.pin()
+    tile = pinned.tiles["layers.3/exp_avg"]
+    store.unpin(pinned)
     assert tile.packed
     with store.path.open("r+b") as file:
         file.seek(tile.offset + at % size)

@@ -1,0 +1,452 @@
+"""Checkpoints of a session: what is pinned, what is written beside it, and how a run goes on from it.
+
+[Note: taking one] What is due is done first; pieces that stay in RAM are written; then the manifest is
+pinned and synced. That is all that happens to weights, master halves and moments: they are on the disk
+already. What is not in tiles is small and goes into the side files: step counts, parameter groups, ordinary
+parameters and their moments, buffers, random states, and whatever was registered. Pending gradients do not
+belong to it: a checkpoint is taken between steps.
+
+[Note: what it costs] A pinned version stays whole, while the next step writes every tile anew. So each
+checkpoint that is kept may cost as much disk as the model's weights and moments. That is checked before.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors.torch
+import torch
+
+from megatrain_nb.errors import (
+    ArgumentError,
+    BudgetError,
+    ModelError,
+    SessionError,
+    StoreError,
+)
+from megatrain_nb.plan.memory import written_bytes
+from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.modelstate import (
+    check_groups,
+    check_same,
+    codecs_to_take,
+    identity,
+    restore_model,
+    state_of,
+)
+from megatrain_nb.runtime.tree import from_json, to_json
+from megatrain_nb.store.base import round_up
+from megatrain_nb.store.checkpoint import (
+    Label,
+    delete_checkpoint,
+    write_checkpoint,
+)
+from megatrain_nb.store.portable import export_checkpoint, import_checkpoint
+from megatrain_nb.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from megatrain_nb.runtime.offload import OffloadedModel
+    from megatrain_nb.runtime.session import Session
+    from megatrain_nb.store.checkpoint import Checkpoint
+
+logger = logging.getLogger("megatrain_nb")
+
+
+class Checkpoints:
+    """The checkpoints of a session's directory.
+
+    Parameters
+    ----------
+    session
+        Whose models they are of.
+    found
+        Those that were there when the session opened; their manifests are pinned.
+
+    Attributes
+    ----------
+    objects
+        What else has a state: by name, objects with ``state_dict`` and ``load_state_dict``, or with
+        ``get_state`` and ``set_state``.
+    num_steps
+        Steps of the whole run, as far as somebody said.
+    after_each_step
+        Somebody sees to it that each step is kept, or was told to.
+    """
+
+    def __init__(self, session: Session, found: Sequence[Checkpoint]) -> None:
+        self.objects: dict[str, Any] = {}
+        self.num_steps: int | None = None
+        self.after_each_step = False
+        self._session = session
+        self._number = max((each.number for each in found), default=0)
+        self._all = list(found)
+        for older in self._all[
+            :-1
+        ]:  # a crash came between the new one and the old one's end
+            if any(each.name == older.name for each in self._after(older)):
+                self.remove(older)
+
+    def _after(self, checkpoint: Checkpoint) -> list[Checkpoint]:
+        return [each for each in self._all if each.number > checkpoint.number]
+
+    def all(self) -> list[Checkpoint]:
+        """Return them, oldest first."""
+        return list(self._all)
+
+    def get(self, name: str | None) -> Checkpoint:
+        """Return the one of a name, or the last one.
+
+        Raises
+        ------
+        ArgumentError
+            There is none: says which there are.
+        """
+        named = [each for each in self._all if name in (None, each.name)]
+        if named:
+            return named[-1]
+        there = ", ".join(repr(each.name) for each in self._all) or "none"
+        wanted = "no checkpoint" if name is None else f"no checkpoint {name!r}"
+        msg = f"{wanted} in {self._session.preflight.path}; there: {there}"
+        raise ArgumentError(msg)
+
+    # -- taking one -----------------------------------------------------------------------------------
+
+    def save(
+        self,
+        name: str | None = None,
+        *,
+        leaving: Sequence[Checkpoint] = (),
+    ) -> Checkpoint:
+        """Take a checkpoint; one of the same name is removed after it.
+
+        ``leaving`` are others that will be removed: the step after this one may use their space.
+        """
+        session = self._session
+        with interrupts_wait(session.stop_event, breakable=False):
+            models = session.usable_models()
+            for model in models:
+                _check_between_steps(model)
+            begin = time.perf_counter()
+            for model in models:
+                model.finish_updates()
+            done = max(model.num_steps for model in models)
+            name = f"step-{done}" if name is None else name
+            same = [each for each in self._all if each.name == name]
+            state, tensors = self._describe(models)
+            self._make_room(models, [*same, *leaving])
+            checkpoint = self._pin(models, name, done, state, tensors)
+            self._all.append(checkpoint)
+            for each in same:
+                self.remove(each)
+            for model in models:
+                model.saved_version = model.executor.version
+            logger.info("%r taken in %.3f s", checkpoint, time.perf_counter() - begin)
+        return checkpoint
+
+    def _describe(self, models: Sequence[OffloadedModel]) -> tuple[Any, bytes]:
+        tensors: dict[str, Tensor] = {}
+        state = {
+            "identity": [identity(model) for model in models],
+            "models": [
+                to_json(state_of(model), tensors, model.name) for model in models
+            ],
+            "random": to_json(_random_state(), tensors, "random"),
+            "objects": {
+                name: to_json(_state(each), tensors, name)
+                for name, each in self.objects.items()
+            },
+        }
+        return state, safetensors.torch.save(tensors)
+
+    def _make_room(
+        self, models: Sequence[OffloadedModel], removing: Sequence[Checkpoint]
+    ) -> None:
+        """Write what is in RAM only, if there is room for that, and for the step after it.
+
+        Raises
+        ------
+        BudgetError
+            There is not; nothing has changed.
+        """
+        store = self._session.store
+        unsaved = [
+            (model.pager, piece)
+            for model in models
+            for piece in model.pager.unsaved_pieces()
+        ]
+        for pager, piece in unsaved:
+            pager.forget_stored(piece)
+        now = sum(round_up(piece.num_bytes) for _, piece in unsaved)
+        whole = sum(
+            round_up(piece.num_bytes)
+            for model in models
+            for piece in model.pager.kept_pieces()
+            if not model.pager.is_blank(piece.pack.index, piece.what)
+        )
+        gone = {each.manifest for each in removing}
+        after = whole + store.pinned_bytes(without=gone)
+        for model in models:
+            disk = model.residency.disk_bytes
+            after += disk and disk + written_bytes(model.layers.spec)
+        needed = max(store.used_bytes + now, after)
+        if needed > store.capacity_bytes:
+            kept = len(self._all) - len(removing)
+            msg = (
+                f"a checkpoint keeps {format_bytes(whole)} on disk as they are, and the next step writes them anew: "
+                f"{format_bytes(needed)} are needed with the {kept} checkpoints that stay, and max_disk_gb or the free "
+                f"space allow {format_bytes(store.capacity_bytes)}. Raise max_disk_gb, free some space, or keep fewer: "
+                "session.remove_checkpoint(name), save_total_limit"
+            )
+            raise BudgetError(msg)
+        for pager, piece in unsaved:
+            pager.flush(piece)
+
+    def _pin(
+        self,
+        models: Sequence[OffloadedModel],
+        name: str,
+        step: int,
+        state: Any,
+        tensors: bytes,
+    ) -> Checkpoint:
+        session = self._session
+        keys = {
+            f"{index}/{tile}": key
+            for index, model in enumerate(models)
+            for piece in model.pager.kept_pieces()
+            for tile, key in model.pager.names(piece).items()
+            if key in session.store
+        }
+        manifest = session.store.pin(keys)
+        label = Label(
+            name=name, step=step, num_steps=self.num_steps, time=datetime.now(UTC)
+        )
+        self._number += 1
+        try:
+            session.store.sync()
+            return write_checkpoint(
+                session.preflight.path,
+                self._number,
+                label,
+                manifest,
+                state=state,
+                tensors=tensors,
+            )
+        except BaseException:
+            session.store.unpin(manifest)
+            raise
+
+    # -- going on -------------------------------------------------------------------------------------
+
+    def resume(
+        self,
+        name: str | None = None,
+        *,
+        weights_only: bool = False,
+    ) -> Checkpoint:
+        """Bring models, optimizers, registered objects and random states back as they were.
+
+        Parameters
+        ----------
+        name
+            Which one; None for the last.
+        weights_only
+            Only weights, ordinary parameters and buffers.
+        """
+        session = self._session
+        checkpoint = self.get(name)
+        with interrupts_wait(session.stop_event, breakable=False):
+            models = session.usable_models()
+            state, states, objects = read_state(checkpoint)
+            here = [
+                identity(model, None if weights_only else codecs_to_take(model, each))
+                for model, each in zip(models, states, strict=False)
+            ]
+            here += [identity(model) for model in models[len(here) :]]
+            check_same(state["identity"], here, checkpoint)
+            session.store.check_readable(checkpoint.manifest)
+            if not weights_only:
+                self._check_resumable(models, states, objects, checkpoint)
+            for model in models:
+                model.finish_updates()
+                model.executor.drop_gradients()
+                model.forget_step()
+                model.executor.weights_change()
+            try:
+                for index, (model, each) in enumerate(zip(models, states, strict=True)):
+                    restore_model(
+                        model,
+                        each,
+                        checkpoint.manifest,
+                        prefix=f"{index}/",
+                        weights_only=weights_only,
+                    )
+                if not weights_only:
+                    for key, value in objects.items():
+                        _load(self.objects[key], value)
+                    _set_random_state(state["random"])
+            except BaseException as error:
+                for model in models:
+                    model.pager.broken = (
+                        f"going on from {checkpoint!r} failed half-way ({error!r}), so the model must not be used any "
+                        "more; close the session and start again"
+                    )
+                raise
+        logger.info("resumed from %r", checkpoint)
+        return checkpoint
+
+    def set_random_state(self, name: str) -> None:
+        """Set the random states that a checkpoint has."""
+        state, _, _ = read_state(self.get(name))
+        _set_random_state(state["random"])
+
+    def object_state(self, name: str, key: str) -> Any:
+        """Return the state of one registered object in a checkpoint, or None."""
+        return read_state(self.get(name))[2].get(key)
+
+    def _check_resumable(
+        self,
+        models: Sequence[OffloadedModel],
+        states: Sequence[dict[str, Any]],
+        objects: dict[str, Any],
+        checkpoint: Checkpoint,
+    ) -> None:
+        for model, state in zip(models, states, strict=True):
+            if state["groups"] is not None and model.optimizer is None:
+                msg = (
+                    f"{checkpoint!r} holds the state of an optimizer; make it first (mt.wrap, mt.Trainer), or take "
+                    "the weights alone with weights_only=True"
+                )
+                raise ModelError(msg)
+        missing = sorted(objects.keys() - self.objects.keys())
+        if missing:
+            msg = (
+                f"{checkpoint!r} holds the state of {', '.join(missing)}; register what it belongs to before: "
+                f"session.register({missing[0]}=...), or take the weights alone with weights_only=True"
+            )
+            raise ArgumentError(msg)
+        new = sorted(self.objects.keys() - objects.keys())
+        if new:
+            msg = f"{checkpoint!r} has no state of {', '.join(new)}; register only what was registered when it was taken"
+            raise ArgumentError(msg)
+        for model, state in zip(models, states, strict=True):
+            check_groups(model, state)
+
+    # -- removing and moving --------------------------------------------------------------------------
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Delete one; what only it held of the disk is free then."""
+        delete_checkpoint(checkpoint)
+        self._all.remove(checkpoint)
+        self._session.store.unpin(checkpoint.manifest)
+
+    def export(self, name: str | None, folder: Path) -> Path:
+        """Copy one into a folder of its own."""
+        return export_checkpoint(self.get(name), self._session.store, folder)
+
+    def take_in(self, folder: Path, name: str | None) -> Checkpoint:
+        """Copy one from a portable folder."""
+        store = self._session.store
+        self._number += 1
+        checkpoint = import_checkpoint(folder, store, number=self._number, name=name)
+        same = [each for each in self._all if each.name == checkpoint.name]
+        self._all.append(checkpoint)
+        for each in same:
+            self.remove(each)
+        return checkpoint
+
+
+def read_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any, Any]:
+    """Return the state, and of it the models' and the registered objects'.
+
+    Raises
+    ------
+    StoreError
+        It is damaged.
+    """
+    content, data = checkpoint.read()
+    try:
+        tensors = safetensors.torch.load(data)
+        state = {
+            "identity": content["identity"],
+            "random": from_json(content["random"], tensors),
+        }
+        models = [from_json(each, tensors) for each in content["models"]]
+        objects = from_json(content["objects"], tensors)
+    except (
+        safetensors.SafetensorError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        msg = f"{checkpoint!r} in {checkpoint.folder} cannot be read: {error!r}"
+        raise StoreError(msg) from error
+    return state, models, objects
+
+
+def _check_between_steps(model: OffloadedModel) -> None:
+    if model.in_step:
+        msg = (
+            f"{model.name} is in the middle of step {model.num_steps + 1}: gradients are pending, and a checkpoint does "
+            "not hold them. Take it after optimizer.step(), or call optimizer.zero_grad() first"
+        )
+        raise SessionError(msg)
+
+
+def _random_state() -> dict[str, Any]:
+    """Return the random states of Python, numpy and torch."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),  # noqa: NPY002 - what transformers seeds
+        "torch": torch.get_rng_state(),
+        "cuda": [],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    try:
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])  # noqa: NPY002
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        msg = f"the checkpoint's random states are damaged: {error!r}"
+        raise StoreError(msg) from error
+
+
+def check_stateful(name: str, each: Any) -> None:
+    """Raise ArgumentError if an object's state cannot be kept."""
+    pairs = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+    if not any(all(callable(getattr(each, x, None)) for x in pair) for pair in pairs):
+        msg = (
+            f"{name}={each!r} has neither state_dict and load_state_dict nor get_state and set_state, so a checkpoint "
+            "cannot hold it"
+        )
+        raise ArgumentError(msg)
+
+
+def _state(each: Any) -> Any:
+    return each.state_dict() if hasattr(each, "load_state_dict") else each.get_state()
+
+
+def _load(each: Any, state: Any) -> None:
+    if hasattr(each, "load_state_dict"):
+        each.load_state_dict(state)
+    else:
+        each.set_state(state)

@@ -1,0 +1,176 @@
+"""Checkpoints that move to another disk or machine.
+
+A portable folder is an offload directory that holds one checkpoint and nothing else. So there is no second
+format: it is read, checked and protected as every other one, and `mt.init` can open it as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatrain_nb.codec.lossless.chunks import ITEM_BYTES
+from megatrain_nb.errors import ArgumentError, BudgetError, StoreError
+from megatrain_nb.store.base import round_up, wait
+from megatrain_nb.store.checkpoint import (
+    Checkpoint,
+    read_checkpoints,
+    sync_directory,
+    write_checkpoint,
+)
+from megatrain_nb.store.disk import DiskStore
+from megatrain_nb.store.host import map_pages
+from megatrain_nb.store.owner import OwnerLock
+from megatrain_nb.units import format_bytes
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+    from pathlib import Path
+
+    from megatrain_nb.store.manifest import Manifest
+
+_TIMEOUT_S = 120.0
+
+
+def export_checkpoint(checkpoint: Checkpoint, store: DiskStore, folder: Path) -> Path:
+    """Copy a checkpoint out of a store, two tiles in RAM at a time; a crash leaves no half folder.
+
+    Raises
+    ------
+    ArgumentError
+        The folder exists.
+    StoreError
+        There is no room, a disk failed, or a tile is damaged.
+    """
+    folder = folder.expanduser().absolute()
+    if os.path.lexists(folder):
+        msg = f"{folder} exists; give the name of a folder that is to be made"
+        raise ArgumentError(msg)
+    temporary = folder.with_name(f".{folder.name}.part")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(mode=0o700, parents=True)
+        with ExitStack() as closing:
+            closing.callback(shutil.rmtree, temporary, ignore_errors=True)
+            target = DiskStore(temporary, direct=False)
+            closing.callback(target.close)
+            manifest = _copy_tiles(checkpoint.manifest, store, target)
+            _write_copy(checkpoint, target, manifest, number=1, name=checkpoint.name)
+            target.close()
+            temporary.rename(folder)
+            sync_directory(folder.parent)
+    except OSError as error:
+        msg = f"cannot export {checkpoint.name!r} to {folder}: {error.strerror}"
+        raise StoreError(msg) from error
+    return folder
+
+
+def import_checkpoint(
+    folder: Path, store: DiskStore, *, number: int, name: str | None = None
+) -> Checkpoint:
+    """Copy the checkpoint of a portable folder into a store, every tile checked; the folder stays.
+
+    Parameters
+    ----------
+    folder
+        What `export_checkpoint` made, or an offload directory with one checkpoint.
+    number
+        Larger than that of any checkpoint of the store.
+    name
+        A new name; None keeps its own.
+
+    Raises
+    ------
+    ArgumentError
+        There is not one checkpoint in it.
+    StoreError
+        It is damaged, there is no room, or a disk failed.
+    """
+    folder = folder.expanduser().absolute()
+    if not folder.is_dir():
+        msg = f"{folder} is not a folder"
+        raise ArgumentError(msg)
+    lock = OwnerLock(folder)
+    with ExitStack() as closing:
+        closing.callback(lock.release)
+        found = read_checkpoints(folder)
+        if len(found) != 1:
+            msg = f"{folder} holds {len(found)} checkpoints, not one; give a folder that export_checkpoint made"
+            raise ArgumentError(msg)
+        source = DiskStore(folder, direct=False, pinned=[found[0].manifest])
+        closing.callback(source.close)
+        manifest = _copy_tiles(found[0].manifest, source, store)
+        return _write_copy(
+            found[0], store, manifest, number=number, name=name or found[0].name
+        )
+
+
+def _copy_tiles(manifest: Manifest, source: DiskStore, target: DiskStore) -> Manifest:
+    """Return the same tiles, pinned in another store."""
+    room = target.capacity_bytes - target.used_bytes
+    if manifest.extent_bytes > room:
+        msg = (
+            f"the checkpoint needs {format_bytes(manifest.extent_bytes)} in {target.directory}, and "
+            f"{format_bytes(room)} are left there; remove other checkpoints, or make room"
+        )
+        raise BudgetError(msg)
+    largest = max((tile.nbytes for tile in manifest.tiles.values()), default=0)
+    pages = [
+        np.frombuffer(map_pages(round_up(max(largest, 1))), np.uint8) for _ in range(2)
+    ]
+    writing: list[Future[None] | None] = [None, None]
+    keys: dict[str, str] = {}
+    try:
+        for turn, (name, tile) in enumerate(manifest.tiles.items()):
+            _land(writing[turn % 2], name)
+            part = pages[turn % 2][: tile.nbytes]
+            _land(source.get_into(name, part, of=manifest), name)
+            # Packing is a store's own business: what arrives here is whole.
+            codec = "raw" if tile.codec in ITEM_BYTES else tile.codec
+            writing[turn % 2] = target.put(f"copy/{name}", part, codec=codec)
+            keys[name] = f"copy/{name}"
+        for write in writing:
+            _land(write, "the last tiles")
+        return target.pin(keys)
+    finally:
+        for write in writing:
+            if write is not None:
+                write.cancel()
+                write.exception(_TIMEOUT_S) if not write.cancelled() else None
+        for key in keys.values():
+            if key in target:
+                target.delete(key)
+
+
+def _write_copy(
+    checkpoint: Checkpoint,
+    target: DiskStore,
+    manifest: Manifest,
+    *,
+    number: int,
+    name: str,
+) -> Checkpoint:
+    try:
+        target.sync()
+        state, tensors = checkpoint.read()
+        return write_checkpoint(
+            target.directory,
+            number,
+            replace(checkpoint.label, name=name),
+            manifest,
+            state=state,
+            tensors=tensors,
+        )
+    except BaseException:
+        target.unpin(manifest)
+        raise
+
+
+def _land(future: Future[None] | None, name: str) -> None:
+    if future is not None:
+        wait(future, what=f"copying {name}", timeout_s=_TIMEOUT_S)

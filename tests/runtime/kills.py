@@ -1,0 +1,204 @@
+"""Kill a training process at random moments, let the next one go on, compare with a run that nobody disturbed.
+
+``python -m tests.runtime.kills DIRECTORY --kills 200`` prints what was hit. Every process is a fork of this one,
+which has imported everything and opened nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatrain_nb as mt
+from megatrain_nb.runtime.session import load_code
+from tests.runtime.common import snapshot
+from tests.runtime.models import make_model
+from tests.runtime.test_checkpoint import Run, opened, seed_all
+from tests.runtime.test_trainer import Rows, arguments, history
+
+STEPS = 8
+PLACES = ("ram", "disk", "mixed")
+HOW = ("now and then", "every step", "trainer")
+
+
+class Log:
+    """What a process says, so that it is known when it was killed and what it had computed."""
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = os.open(
+            directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+        )
+
+    def say(self, phase: str, **values: Any) -> None:
+        text = json.dumps({"phase": phase} | values)
+        os.write(self._fd, text.encode() + b"\n")
+
+
+def digest(values: dict[str, torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for name, value in sorted(values.items()):
+        found.update(name.encode())
+        found.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def train_loop(directory: Path, place: str, how: str, log: Log) -> None:
+    seed_all(5)
+    log.say("init")
+    with opened(directory / "store", place) as session:
+        log.say("load")
+        run = Run(session, 0, window=True, accumulation=2)
+        start = session.resume().step if session.checkpoints() else 0
+        for step in range(start, STEPS):
+            log.say("step")
+            log.say("step", step=step, loss=run.step())
+            if how == "every step" or step % 3 == 1:
+                log.say("checkpoint")
+                session.save_checkpoint("last")
+            if step == 4 and not (directory / "moved").exists():
+                log.say("export")
+                session.export_checkpoint("last", directory / "moved")
+        log.say("done", digest=digest(run.everything()))
+        for each in session.checkpoints():
+            session.remove_checkpoint(each.name)
+
+
+def train_trainer(directory: Path, place: str, log: Log) -> None:
+    log.say("init")
+    seed_all(5)
+    with opened(directory / "store", place, crash_safe="step") as session:
+        log.say("load")
+        trainer = mt.Trainer(
+            model=make_model("llama", dropout=0.1),
+            args=arguments(
+                directory / "out",
+                max_steps=STEPS,
+                gradient_accumulation_steps=2,
+                save_strategy="steps",
+                save_steps=3,
+                save_total_limit=1,
+                lr_scheduler_type="cosine",
+            ),
+            train_dataset=Rows(size=20),
+        )
+        log.say("step")
+        try:
+            trainer.train(resume_from_checkpoint=True)
+        except mt.ArgumentError as error:
+            if session.checkpoints() or "refers to no checkpoint" not in str(error):
+                raise
+            trainer.train()
+        for index, entry in enumerate(history(trainer)[:-1]):
+            log.say("step", step=index, loss=entry)
+        log.say("done", digest=digest(snapshot(trainer.model, trainer.optimizer)))
+        for each in session.checkpoints():
+            session.remove_checkpoint(each.name)
+
+
+def fork(directory: Path, place: str, how: str) -> int:
+    """Start a process; it ends with 0 when its training is complete."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        log = Log(directory)
+        if how == "trainer":
+            train_trainer(directory, place, log)
+        else:
+            train_loop(directory, place, how, log)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def entries(directory: Path) -> list[dict[str, Any]]:
+    path = directory / "log"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def undisturbed(directory: Path, place: str, how: str) -> tuple[dict[int, Any], str]:
+    """Return each step's loss and the digest of the end."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    _, status = os.waitpid(fork(directory, place, how), 0)
+    assert status == 0, (place, how)
+    found = entries(directory)
+    losses = {each["step"]: each["loss"] for each in found if "step" in each}
+    return losses, found[-1]["digest"]
+
+
+def check(
+    directory: Path, found: list[dict[str, Any]], expected: tuple[dict[int, Any], str]
+) -> int:
+    """Compare what the processes said with an undisturbed run; return how many steps they computed."""
+    losses, end = expected
+    steps = [each for each in found if "step" in each]
+    for each in steps:
+        assert each["loss"] == losses[each["step"]], each
+    assert {each["step"] for each in steps} == losses.keys()
+    assert found[-1]["digest"] == end
+    left = list((directory / "store").iterdir())
+    assert not left, left
+    return len(steps)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    load_code()
+    dice = random.Random(options.seed)
+    expected: dict[tuple[str, str], tuple[dict[int, Any], str]] = {}
+    seconds: dict[str, float] = {}
+    hit: Counter[str] = Counter()
+    runs = steps_again = 0
+    while hit.total() < options.kills:
+        how, place = HOW[runs % 3], PLACES[runs // 3 % 3]
+        if (how, place) not in expected:
+            begin = time.perf_counter()
+            expected[how, place] = undisturbed(options.directory / "whole", place, how)
+            seconds[how] = time.perf_counter() - begin
+        directory = options.directory / "run"
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
+        status = -1
+        while status:
+            pid = fork(directory, place, how)
+            time.sleep(dice.random() * 1.1 * seconds[how])
+            if hit.total() < options.kills:
+                os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            found = entries(directory)
+            if status == signal.SIGKILL:
+                hit[found[-1]["phase"] if found else "start"] += 1
+            assert status in (0, signal.SIGKILL), (how, place, status, found[-3:])
+        steps_again += check(directory, found, expected[how, place]) - STEPS
+        runs += 1
+    report = {"kills": hit.total(), "runs": runs, "hit while": dict(hit)}
+    print(json.dumps(report | {"steps computed again": steps_again}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,402 @@
+"""``mt.Trainer`` saves, rotates, chooses and resumes checkpoints as transformers' arguments say."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import megatrain_nb as mt
+from megatrain_nb.runtime.runs import folder_of, read_reference, to_remove
+from tests.runtime.common import differing, snapshot
+from tests.runtime.models import make_batch, make_model
+from tests.runtime.plain import assert_same, opened, parameters
+from tests.runtime.test_trainer import Rows, arguments, history
+
+
+class Dies(Exception):  # noqa: N818 - what stops a run
+    """Ends a run at a step, as an error of the user's would."""
+
+
+class DiesAt(transformers.TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise Dies
+
+
+# Arguments of the run, of the model, and keywords of the trainer.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "middle of an epoch, warm-up and cosine": (
+        {
+            "warmup_steps": 2,
+            "lr_scheduler_type": "cosine",
+            "weight_decay": 0.1,
+            "logging_steps": 5,
+            "save_steps": 3,
+        },
+        {},
+        {},
+    ),
+    "dropout, every epoch": (
+        {
+            "gradient_accumulation_steps": 1,
+            "per_device_train_batch_size": 12,
+            "save_strategy": "epoch",
+        },
+        {"dropout": 0.1},
+        {},
+    ),
+    "bf16, dropout and three micro-batches": (
+        {"gradient_accumulation_steps": 3, "save_steps": 3},
+        {"dropout": 0.1},
+        {"dtype": torch.bfloat16},
+    ),
+    "plateau, evaluation in between": (
+        {
+            "eval_strategy": "steps",
+            "eval_steps": 2,
+            "save_steps": 4,
+            "lr_scheduler_type": "reduce_lr_on_plateau",
+            "metric_for_best_model": "loss",
+            "include_num_input_tokens_seen": "all",
+        },
+        {},
+        {"eval_dataset": Rows(size=6)},
+    ),
+}
+
+
+def made(path: Path, model: Any, seed: int = 0, **kwargs: Any) -> Any:
+    args = arguments(
+        path, **({"max_steps": 10, "save_strategy": "steps"} | kwargs.pop("args", {}))
+    )
+    for each in (random.seed, np.random.seed, torch.manual_seed):
+        each(seed)
+    return mt.Trainer(model=model, args=args, train_dataset=Rows(size=36), **kwargs)
+
+
+def random_state() -> list[Any]:
+    return [random.random(), np.random.rand(), torch.rand(1)]  # noqa: NPY002
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_that_goes_on_is_the_same_run(case: str, tmp_path: Path) -> None:
+    args, model, kwargs = CASES[case]
+    places = ("ram", "disk", "mixed")
+    place = places[list(CASES).index(case) % 3]
+    with opened(tmp_path / "s1", place):
+        whole = made(tmp_path / "a", make_model("llama", **model), args=args, **kwargs)
+        whole.train()
+        state = random_state()
+        expected = snapshot(whole.model, whole.streamed_optimizer)
+    with opened(tmp_path / "s2", place):
+        broken = made(
+            tmp_path / "b",
+            make_model("llama", **model),
+            args=args,
+            callbacks=[DiesAt(8)],
+            **kwargs,
+        )
+        with pytest.raises(Dies):
+            broken.train()
+    with opened(tmp_path / "s2", places[(places.index(place) + 1) % 3]) as session:
+        assert f"of {whole.state.max_steps}, saved" in session.notes[-1]
+        # Another seed, another model: everything comes from the checkpoint.
+        other = made(
+            tmp_path / "b",
+            make_model("llama", seed=3, **model),
+            seed=3,
+            args=args,
+            **kwargs,
+        )
+        torch.manual_seed(99)
+        other.train(resume_from_checkpoint=True)
+        assert random_state() == state
+        assert (
+            differing(snapshot(other.model, other.streamed_optimizer), expected) == []
+        )
+        ours, theirs = history(other), history(whole)
+        # How long it took and its mean loss is of each call's own steps.
+        for entry in (ours[-1], theirs[-1]):
+            entry.pop("train_loss")
+        assert ours == theirs
+
+
+def test_what_transformers_would_log_twice_is_right(tmp_path: Path) -> None:
+    """The mean loss of the resumed call is that of its own steps."""
+    args = {"logging_steps": 4, "save_steps": 3}
+    with opened(tmp_path / "s1", "ram"):
+        steps = made(tmp_path / "b", make_model("llama"), args={"logging_steps": 1})
+        steps.train()
+        losses = [entry["loss"] for entry in history(steps) if "loss" in entry]
+    with opened(tmp_path / "s2", "ram"):
+        trainer = made(tmp_path / "a", make_model("llama"), args=args)
+        trainer.train()
+        trainer.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+        mean = history(trainer)[-1]["train_loss"]
+        assert mean == pytest.approx(sum(losses[3:]) / 7, rel=1e-5)
+
+
+def test_interrupted_then_resumed_in_the_same_session(tmp_path: Path) -> None:
+    args = {"save_steps": 2}
+    with opened(tmp_path / "s", "disk") as session:
+        whole = made(tmp_path / "a", make_model("llama"), args=args)
+        whole.train()
+        expected = snapshot(whole.model, whole.streamed_optimizer)
+
+        class Interrupts(transformers.TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+                if state.global_step == 5:
+                    session.stop()
+
+        interrupts = Interrupts()
+        trainer = made(
+            tmp_path / "b", make_model("llama"), args=args, callbacks=[interrupts]
+        )
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        session.clear_stop()
+        trainer.remove_callback(interrupts)
+        trainer.train(resume_from_checkpoint=True)
+        assert (
+            differing(snapshot(trainer.model, trainer.streamed_optimizer), expected)
+            == []
+        )
+
+
+@pytest.mark.parametrize("steps", [7, 9])  # within an epoch, and at the end of one
+def test_a_finished_run_takes_no_further_step(tmp_path: Path, steps: int) -> None:
+    args = {"save_steps": 1, "max_steps": steps, "gradient_accumulation_steps": 2}
+    with opened(tmp_path / "s", "ram"):
+        trainer = made(tmp_path / "a", make_model("llama"), args=args)
+        trainer.train()
+        expected = snapshot(trainer.model, trainer.streamed_optimizer)
+        state = random_state()
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == steps
+        assert random_state() == state
+        now = snapshot(trainer.model, trainer.streamed_optimizer)
+        assert differing(now, expected) == []
+
+
+def test_crash_safe_loses_no_step(tmp_path: Path) -> None:
+    args = {
+        "save_steps": 4,
+        "logging_steps": 2,
+        "eval_strategy": "epoch",
+        "num_train_epochs": 2,
+        "max_steps": -1,
+    }
+
+    def make(path: Path, *more: Any, seed: int = 0) -> Any:
+        return made(
+            path,
+            make_model("llama", seed=seed, dropout=0.1),
+            args=args,
+            eval_dataset=Rows(size=4),
+            callbacks=[*more],
+        )
+
+    with mt.init(tmp_path / "s1", max_ram_gb=2.0):
+        whole = make(tmp_path / "a")
+        whole.train()
+        expected = snapshot(whole.model, whole.streamed_optimizer)
+    for dies in (7, 3, 5):  # the end of an epoch is at 5
+        with mt.init(tmp_path / "s2", max_ram_gb=2.0, crash_safe="step") as session:
+            # Every one goes on where the one before ended, whatever is in the folder.
+            with pytest.raises(Dies):
+                make(tmp_path / "b", DiesAt(dies)).train()
+            assert [each.step for each in session.checkpoints()][-1] == dies
+        with mt.init(tmp_path / "s2", max_ram_gb=2.0) as session:
+            other = make(tmp_path / "b", seed=3)
+            other.train(resume_from_checkpoint=True)
+            assert other.state.global_step == 10
+            now = snapshot(other.model, other.streamed_optimizer)
+            assert differing(now, expected) == []
+            ours, theirs = history(other), history(whole)
+            assert ours[:-1] == theirs[:-1]
+            for each in session.checkpoints():
+                session.remove_checkpoint(each.name)
+        shutil.rmtree(tmp_path / "b")
+        assert list((tmp_path / "s2").iterdir()) == []
+
+
+def test_crash_safe_tells_a_plain_loop_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(mt.ArgumentError, match="crash_safe='always' is not known"):
+        mt.init(tmp_path, crash_safe="always")
+    with mt.init(tmp_path, max_ram_gb=1.0, crash_safe="step") as session:
+        model: Any
+        model, optimizer = mt.wrap(make_model("llama"))
+        for _ in range(2):
+            model(**make_batch("llama", 0)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        told = [note for note in session.notes if "only you know where" in note]
+        assert len(told) == 1
+
+
+def names(session: mt.Session) -> list[str]:
+    return [Path(each.name).name for each in session.checkpoints()]
+
+
+def folders(path: Path) -> list[str]:
+    return sorted(each.name for each in path.glob("*"))
+
+
+def test_as_many_are_kept_as_asked_for(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", "disk") as session:
+        args = {"save_steps": 2, "save_total_limit": 2}
+        trainer = made(tmp_path / "a", make_model("llama"), args=args)
+        trainer.train()
+        assert names(session) == ["checkpoint-8", "checkpoint-10"]
+        assert folders(tmp_path / "a") == ["checkpoint-10", "checkpoint-8"]
+        folder = tmp_path / "a" / "checkpoint-8"
+        assert sorted(x.name for x in folder.iterdir()) == [
+            "megatrain.json",
+            "trainer_state.json",
+        ]
+        # From the beginning into the same folder: step by step the old ones are replaced.
+        made(tmp_path / "a", make_model("llama"), args=args).train()
+        assert names(session) == ["checkpoint-8", "checkpoint-10"]
+        assert folders(tmp_path / "a") == ["checkpoint-10", "checkpoint-8"]
+        shutil.rmtree(folder_of(tmp_path / "a", 10))
+        trainer = made(tmp_path / "a", make_model("llama"), args=args)
+        assert Path(trainer._find_checkpoint(True)).name == "checkpoint-8"
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_best_model_at_the_end(tmp_path: Path, limit: int) -> None:
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "learning_rate": 0.1,
+        "load_best_model_at_end": True,
+        "save_total_limit": limit,
+        "metric_for_best_model": "worse",
+        "greater_is_better": False,
+    }
+    steps = iter([5.0, 1.0, 3.0, 4.0, 5.0] * 2)
+    kwargs: dict[str, Any] = {
+        "eval_dataset": Rows(size=4),
+        "compute_metrics": lambda _: {"worse": next(steps)},
+    }
+    plain: Any = transformers.Trainer(
+        model=make_model("llama"),
+        args=arguments(
+            tmp_path / "a", **({"max_steps": 10, "save_strategy": "steps"} | args)
+        ),
+        train_dataset=Rows(size=36),
+        **copy.copy(kwargs),
+    )
+    plain.train()
+    with opened(tmp_path / "s", "mixed") as session:
+        trainer = made(tmp_path / "b", make_model("llama"), args=args, **kwargs)
+        trainer.train()
+        assert Path(trainer.state.best_model_checkpoint).name == "checkpoint-4"
+        assert_same(parameters(trainer.model), parameters(plain.model), "parameter")
+        assert folders(tmp_path / "a") == folders(tmp_path / "b")
+        assert sorted(names(session)) == folders(tmp_path / "b")
+
+
+def test_early_stopping_goes_on_counting(tmp_path: Path) -> None:
+    metrics = iter([1.0, 2.0, 3.0, 4.0])
+    args = {
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "metric_for_best_model": "worse",
+        "greater_is_better": False,
+        "load_best_model_at_end": True,
+        "restore_callback_states_from_checkpoint": True,
+    }
+
+    def make(*more: Any) -> Any:
+        return made(
+            tmp_path / "a",
+            make_model("llama"),
+            args=args,
+            eval_dataset=Rows(size=4),
+            compute_metrics=lambda _: {"worse": next(metrics)},
+            callbacks=[transformers.EarlyStoppingCallback(3), *more],
+        )
+
+    with opened(tmp_path / "s", "ram"):
+        with pytest.raises(Dies):
+            make(DiesAt(2)).train()
+        trainer = make()
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 4
+
+
+def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
+    with opened(tmp_path / "s", "ram") as session:
+        trainer = made(tmp_path / "a", make_model("llama"), args={"max_steps": 2})
+        with pytest.raises(mt.ArgumentError, match="refers to no checkpoint"):
+            trainer.train(resume_from_checkpoint=True)
+        for wanted in (tmp_path, str(tmp_path / "missing")):
+            with pytest.raises(
+                mt.ArgumentError, match=r"not a checkpoint of mt\.Train"
+            ):
+                trainer.train(resume_from_checkpoint=wanted)
+        with pytest.raises(mt.ArgumentError, match="neither True nor a folder"):
+            trainer.train(resume_from_checkpoint=3)
+        args = {"max_steps": 2, "save_steps": 1}
+        trainer = made(tmp_path / "a", make_model("llama"), args=args)
+        trainer.train()
+        folder = folder_of(tmp_path / "a", 1)
+        assert read_reference(folder)["offload_dir"] == str(tmp_path / "s")
+        session.save_checkpoint("by hand")
+        with pytest.raises(mt.ArgumentError, match="lr_scheduler, trainer"):
+            session.resume(str(folder))
+        session.resume(str(folder), weights_only=True)
+    with opened(tmp_path / "other", "ram"):
+        trainer = made(tmp_path / "a", make_model("llama"), args=args)
+        with pytest.raises(mt.ArgumentError, match=r"refers to a checkpoint in .*/s,"):
+            trainer.train(resume_from_checkpoint=folder)
+    with opened(tmp_path / "s", "ram"):
+        trainer = made(
+            tmp_path / "a", make_model("llama", tied=True), args={"max_steps": 2}
+        )
+        with pytest.raises(mt.ModelError, match="is of another model"):
+            trainer.train(resume_from_checkpoint=folder)
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "gone"),
+    [
+        (None, None, []),
+        (0, None, []),
+        (3, None, ["checkpoint-1"]),
+        (1, None, ["checkpoint-1", "checkpoint-2", "checkpoint-3"]),
+        (1, "checkpoint-2", ["checkpoint-1", "checkpoint-3"]),
+        (2, "checkpoint-4", ["checkpoint-1", "checkpoint-2"]),
+        (9, None, []),
+    ],
+)
+def test_which_give_way(
+    tmp_path: Path, limit: int | None, best: str | None, gone: list[str]
+) -> None:
+    paths = [folder_of(tmp_path, step) for step in (1, 2, 3)]
+    new = folder_of(tmp_path, 4)
+    found = to_remove(paths, new, limit=limit, best=best and str(tmp_path / best))
+    assert [path.name for path in found] == gone
+    # transformers chooses the same ones.
+    for index, path in enumerate([*paths, new]):
+        path.mkdir()
+        os.utime(path, (index * 10, index * 10))
+    transformers.trainer_utils.rotate_checkpoints(
+        str(tmp_path), limit, best and str(tmp_path / best), use_mtime=True
+    )
+    assert [path.name for path in [*paths, new] if not path.exists()] == gone

@@ -1,0 +1,318 @@
+"""Folders of checkpoints: whole or not there, never trusted, moved from disk to disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from xxhash import xxh3_64_hexdigest
+
+from megatrain_nb.errors import (
+    ArgumentError,
+    BudgetError,
+    ChecksumError,
+    SessionError,
+    StoreError,
+)
+from megatrain_nb.store.checkpoint import (
+    Checkpoint,
+    Label,
+    delete_checkpoint,
+    read_checkpoints,
+    sweep,
+    write_checkpoint,
+)
+from megatrain_nb.store.disk import DiskStore
+from megatrain_nb.store.owner import OwnerLock
+from megatrain_nb.store.portable import export_checkpoint, import_checkpoint
+from tests.store.conformance import get, noise, put
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MIB = 1 << 20
+FILES = ["checksums", "manifest.json", "state.json", "tensors.safetensors"]
+
+
+def label(name: str = "a", step: int = 3) -> Label:
+    time = datetime(2026, 11, 30, 14, 2, tzinfo=UTC)
+    return Label(name=name, step=step, num_steps=9, time=time)
+
+
+def take(store: DiskStore, number: int = 1, name: str = "a") -> Checkpoint:
+    store.sync()
+    return write_checkpoint(
+        store.directory,
+        number,
+        label(name),
+        store.pin(),
+        state={"lr": 0.1},
+        tensors=b"some tensors",
+    )
+
+
+@pytest.fixture
+def taken(tmp_path: Path) -> Checkpoint:
+    """A directory with one checkpoint of two tiles; nobody owns it."""
+    store = DiskStore(tmp_path)
+    put(store, "0/weights/0/0", noise(9000, 1))
+    put(store, "0/weights/0/1", noise(50, 2))
+    found = take(store)
+    store.close()
+    return found
+
+
+def test_what_is_written_is_read(tmp_path: Path, taken: Checkpoint) -> None:
+    (found,) = read_checkpoints(tmp_path)
+    assert found.label == taken.label
+    assert found.manifest.tiles == taken.manifest.tiles
+    assert found.read() == ({"lr": 0.1}, b"some tensors")
+    assert (found.name, found.step, found.num_bytes) == ("a", 3, 4 * 4096)
+    assert "'a', step 3 of 9, saved 2026-11-30" in repr(found)
+    assert sorted(path.name for path in found.folder.iterdir()) == FILES
+    for path in (found.folder, found.folder.parent):
+        assert path.stat().st_mode & 0o777 == 0o700
+    for path in found.folder.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_oldest_comes_first_and_the_last_one_takes_the_folder_along(
+    tmp_path: Path,
+) -> None:
+    store = DiskStore(tmp_path)
+    put(store, "t", noise(10))
+    numbers = [2, 10, 1_000_000]
+    for number in numbers:
+        take(store, number, f"n{number}")
+    found = read_checkpoints(tmp_path)
+    assert [each.number for each in found] == numbers
+    for each in found:
+        delete_checkpoint(each)
+    store.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["tiles.bin"]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "write", "fsync", "rename"])
+def test_a_failure_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    store = DiskStore(tmp_path)
+    put(store, "t", noise(10))
+    first = take(store, 1)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    where: dict[str, tuple[Any, str]] = {
+        "mkdir": (type(tmp_path), "mkdir"),
+        "write": (os, "fdopen"),
+        "fsync": (os, "fsync"),
+        "rename": (type(tmp_path), "rename"),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(*where[call], fails)
+        with pytest.raises(StoreError, match="No space left"):
+            take(store, 2, "b")
+    (found,) = read_checkpoints(tmp_path)
+    assert found.manifest.tiles == first.manifest.tiles
+    assert [path.name for path in found.folder.parent.iterdir()] == ["000001"]
+    store.close()
+
+
+def test_what_a_crash_left_is_swept(tmp_path: Path, taken: Checkpoint) -> None:
+    parent = taken.folder.parent
+    for name in (".new-000002", ".gone-000001", "notes", "1"):
+        (parent / name).mkdir()
+        (parent / name / "file").write_text("x")
+    assert [each.name for each in read_checkpoints(tmp_path)] == ["a"]
+    sweep(tmp_path)
+    assert sorted(path.name for path in parent.iterdir()) == ["000001", "1", "notes"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "link", "folder"])
+def test_damage_is_named(
+    tmp_path: Path, taken: Checkpoint, name: str, damage: str
+) -> None:
+    path = taken.folder / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif damage == "flipped":
+        path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    elif damage == "link":
+        (tmp_path / "elsewhere").write_bytes(data)
+        path.symlink_to(tmp_path / "elsewhere")
+    elif damage == "folder":
+        path.mkdir()
+    with pytest.raises(StoreError, match="000001 cannot be read"):
+        [found.read() for found in read_checkpoints(tmp_path)]
+
+
+def rewritten(taken: Checkpoint, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a manifest, and make its checksum fit."""
+    path = taken.folder / "manifest.json"
+    content = json.loads(path.read_text())
+    changed = change(content)
+    path.write_text(json.dumps(content if changed is None else changed))
+    sums = taken.folder / "checksums"
+    lines = [
+        line
+        for line in sums.read_text().splitlines()
+        if not line.endswith("manifest.json")
+    ]
+    lines.append(f"{xxh3_64_hexdigest(path.read_bytes())} manifest.json")
+    sums.write_text("\n".join(lines))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: [],
+        lambda c: c.update(version=2),
+        lambda c: c.pop("tiles"),
+        lambda c: c.update(tiles=[]),
+        lambda c: c.update(name=7),
+        lambda c: c.update(name=""),
+        lambda c: c.update(step=-1),
+        lambda c: c.update(step=True),
+        lambda c: c.update(num_steps=1e3),
+        lambda c: c.update(time="yesterday"),
+        lambda c: c["tiles"].update({"x": {}}),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[-4096, 12288]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[1, 12288]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[2**70, 12288]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0, 12288], [0, 0]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0, 8192]]),
+        lambda c: c["tiles"]["0/weights/0/0"].update(packed_bytes=9001),
+        lambda c: c["tiles"]["0/weights/0/0"].update(nbytes=2**50),
+        lambda c: c["tiles"]["0/weights/0/0"].update(nbytes="9"),
+        lambda c: c["tiles"]["0/weights/0/0"].update(codec=None),
+        lambda c: c["tiles"]["0/weights/0/0"].update(checksum=2**64),
+    ],
+)
+def test_a_manifest_from_elsewhere_is_data(
+    tmp_path: Path, taken: Checkpoint, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    rewritten(taken, change)
+    with pytest.raises(StoreError, match="000001 cannot be read"):
+        read_checkpoints(tmp_path)
+
+
+def test_tiles_that_are_not_there_are_refused(
+    tmp_path: Path, taken: Checkpoint
+) -> None:
+    rewritten(
+        taken, lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[2**40, 12288]])
+    )
+    found = read_checkpoints(tmp_path)
+    with pytest.raises(StoreError, match="its checkpoints name"):
+        DiskStore(tmp_path, pinned=[each.manifest for each in found])
+
+
+def test_the_folder_of_checkpoints_is_not_a_link(
+    tmp_path: Path, taken: Checkpoint
+) -> None:
+    parent = taken.folder.parent
+    parent.rename(tmp_path / "elsewhere")
+    parent.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="not a folder"):
+        read_checkpoints(tmp_path)
+
+
+# ---- from disk to disk ----
+
+
+def reopened(taken: Checkpoint) -> DiskStore:
+    return DiskStore(taken.folder.parents[1], pinned=[taken.manifest])
+
+
+def test_out_and_in_again(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, taken: Checkpoint
+) -> None:
+    source = reopened(taken)
+    folder = export_checkpoint(
+        taken, source, tmp_path_factory.mktemp("other") / "moved"
+    )
+    source.close()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
+        "tiles.bin",
+    ]
+    assert [path.name for path in folder.parent.iterdir()] == ["moved"]
+    home = tmp_path_factory.mktemp("third")
+    target = DiskStore(home)
+    put(target, "mine", noise(5000, 7))
+    found = import_checkpoint(folder, target, number=4, name="b")
+    assert (found.name, found.step, found.number) == ("b", 3, 4)
+    assert found.read() == ({"lr": 0.1}, b"some tensors")
+    assert target.keys() == ["mine"]
+    target.restore(found.manifest, {"x": "0/weights/0/0", "y": "0/weights/0/1"})
+    assert np.array_equal(get(target, "x"), noise(9000, 1))
+    assert np.array_equal(get(target, "y"), noise(50, 2))
+    assert [each.name for each in read_checkpoints(home)] == ["b"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
+        "tiles.bin",
+    ]
+    target.close()
+
+
+def test_export_refuses_what_exists(tmp_path: Path, taken: Checkpoint) -> None:
+    source = reopened(taken)
+    with pytest.raises(ArgumentError, match="exists"):
+        export_checkpoint(taken, source, tmp_path)
+    source.close()
+
+
+def test_a_damaged_tile_is_not_copied(
+    tmp_path_factory: pytest.TempPathFactory, taken: Checkpoint
+) -> None:
+    source = reopened(taken)
+    with source.path.open("r+b") as file:
+        file.seek(taken.manifest.tiles["0/weights/0/1"].offset)
+        file.write(b"zzzz")
+        file.flush()
+        os.fsync(file.fileno())
+    other = tmp_path_factory.mktemp("other")
+    with pytest.raises(ChecksumError):
+        export_checkpoint(taken, source, other / "moved")
+    assert list(other.iterdir()) == []
+    source.close()
+    target = DiskStore(other)
+    with pytest.raises(ChecksumError):
+        import_checkpoint(source.directory, target, number=1)
+    assert target.used_bytes == 0
+    target.close()
+    assert list(other.iterdir()) == []
+
+
+def test_import_checks_room_and_owner(
+    tmp_path_factory: pytest.TempPathFactory, taken: Checkpoint
+) -> None:
+    home = tmp_path_factory.mktemp("other")
+    target = DiskStore(home, max_bytes=8192)
+    directory = taken.folder.parents[1]
+    with pytest.raises(BudgetError, match=r"needs 16\.4 kB"):
+        import_checkpoint(directory, target, number=1)
+    lock = OwnerLock(directory)
+    with pytest.raises(SessionError, match="belongs to another session"):
+        import_checkpoint(directory, target, number=1)
+    lock.release()
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(ArgumentError, match="holds 0 checkpoints"):
+        import_checkpoint(empty, target, number=1)
+    with pytest.raises(ArgumentError, match="not a folder"):
+        import_checkpoint(empty / "missing", target, number=1)
+    shutil.rmtree(empty)
+    target.close()
