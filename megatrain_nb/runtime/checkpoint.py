@@ -32,9 +32,8 @@ from megatrain_nb.errors import (
 from megatrain_nb.plan.memory import written_bytes
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.modelstate import (
-    check_groups,
     check_same,
-    codecs_to_take,
+    check_state,
     identity,
     restore_model,
     state_of,
@@ -268,15 +267,13 @@ class Checkpoints:
         with interrupts_wait(session.stop_event, breakable=False):
             models = session.usable_models()
             state, states, objects = read_state(checkpoint)
-            here = [
-                identity(model, None if weights_only else codecs_to_take(model, each))
-                for model, each in zip(models, states, strict=False)
-            ]
-            here += [identity(model) for model in models[len(here) :]]
-            check_same(state["identity"], here, checkpoint)
-            session.store.check_readable(checkpoint.manifest)
+            check_same(
+                state["identity"], [identity(model) for model in models], checkpoint
+            )
             if not weights_only:
                 self._check_resumable(models, states, objects, checkpoint)
+                for index, (model, each) in enumerate(zip(models, states, strict=True)):
+                    check_state(model, each, checkpoint.manifest, prefix=f"{index}/")
             for model in models:
                 model.finish_updates()
                 model.executor.drop_gradients()
@@ -339,8 +336,6 @@ class Checkpoints:
         if new:
             msg = f"{checkpoint!r} has no state of {', '.join(new)}; register only what was registered when it was taken"
             raise ArgumentError(msg)
-        for model, state in zip(models, states, strict=True):
-            check_groups(model, state)
 
     # -- removing and moving --------------------------------------------------------------------------
 

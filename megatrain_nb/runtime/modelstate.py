@@ -7,55 +7,52 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain_nb.codec.names import DYNAMIC
-from megatrain_nb.errors import ModelError
-from megatrain_nb.runtime.pager import MOMENTS, Piece, What, master_of, moments_of
-from megatrain_nb.runtime.recode import recode
+from megatrain_nb.codec.choice import safe_codec
+from megatrain_nb.codec.dynamic import role_of
+from megatrain_nb.codec.names import DYNAMIC, NAMES, RAW
+from megatrain_nb.errors import ModelError, StoreError
+from megatrain_nb.runtime.pager import Piece, What, master_of, moments_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
+    from megatrain_nb.runtime.layers import Layers
     from megatrain_nb.runtime.offload import OffloadedModel
     from megatrain_nb.store.checkpoint import Checkpoint
     from megatrain_nb.store.manifest import Manifest
 
+_OTHER_CODECS = (
+    "the checkpoint was taken with another optimizer_compression than this session's: the model's moments stay as they "
+    "were then, bit for bit; mt.recompress(model, codec) converts them"
+)
+
 # Without the fp32 master a split pack would not be what it was: both halves are the weights.
 _WEIGHTS = (What.WEIGHTS, What.LOW)
-MOMENT_KINDS = (*MOMENTS, What.ENCODED)
 
 
-def identity(
-    model: OffloadedModel, codecs: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Return what must be the same where a checkpoint is to be used: names, shapes, dtypes, pieces; JSON.
-
-    With ``codecs`` as it would be if moments had these, by parameter.
-    """
-    spec, pager = model.layers.with_codecs(codecs or {}).spec, model.pager
+def identity(model: OffloadedModel) -> dict[str, Any]:
+    """Return what must be the same where a checkpoint is to be used: names, shapes, dtypes, pieces; JSON."""
+    spec, pager = model.layers.spec, model.pager
     packs: dict[str, Any] = {
         pack.name: {
             "index": pack.index,
             "computes in": "bfloat16" if pack.split else "float32",
             "elements": pack.numel,
             "parameters": {
-                param.name: {
-                    "shape": list(param.shape),
-                    "offset": param.offset,
-                    "moments": param.codec,
-                }
+                param.name: {"shape": list(param.shape), "offset": param.offset}
                 for param in pack.params
             },
             "pieces": {},
         }
         for pack in spec.packs
     }
-    for pack in spec.packs:
-        pieces = [Piece(pack, what) for what in (*master_of(pack), *moments_of(pack))]
-        packs[pack.name]["pieces"] = {
-            piece.label: {"dtype": str(piece.dtype), "bytes": piece.num_bytes}
-            for piece in pieces
+    for piece in pager.kept_pieces(*_WEIGHTS):
+        pieces = packs[piece.pack.name]["pieces"]
+        pieces[piece.what.value] = {
+            "dtype": str(piece.dtype),
+            "bytes": piece.num_bytes,
         }
     persistent = model.model.state_dict().keys()
     return {
@@ -94,16 +91,6 @@ def check_same(saved: Any, here: list[Any], checkpoint: Checkpoint) -> None:
         raise ModelError(msg)
 
 
-def codecs_to_take(model: OffloadedModel, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the codecs that moments had in a checkpoint, where a model lets them change while it trains."""
-    here = model.codecs
-    return {
-        name: codec
-        for name, codec in state["codecs"].items()
-        if model.asked.get(name) == DYNAMIC and here.get(name) != codec
-    }
-
-
 def state_of(model: OffloadedModel) -> dict[str, Any]:
     """Return what of a model and its optimizer is not in tiles."""
     names = {param: name for name, param in model.model.named_parameters()}
@@ -124,9 +111,67 @@ def state_of(model: OffloadedModel) -> dict[str, Any]:
         },
         "buffers": dict(model.model.named_buffers()),
         "fusing": None if model.fusing is None else model.fusing.state_dict(),
-        "opaque": model.pager.opaque,
         "codecs": model.codecs,
+        "asked": model.asked,
+        "rounding_seed": model.rounding_seed,
+        "opaque": model.pager.opaque,
     }
+
+
+def check_state(
+    model: OffloadedModel, state: dict[str, Any], manifest: Manifest, *, prefix: str
+) -> None:
+    """Find out before anything changes whether a model can go on from a state and its tiles.
+
+    Raises
+    ------
+    ModelError
+        The checkpoint's optimizer has other parameter groups.
+    StoreError
+        Codecs or tiles that do not belong to this model: it is damaged.
+    BudgetError
+        The model does not fit with the moments that it had.
+    """
+    _check_groups(model, state)
+    layers = _layers_of(model, state)
+    model.check_plan(layers.spec)
+    known = {
+        prefix + name
+        for pack in layers.spec.packs
+        for what in (*master_of(pack), *moments_of(pack))
+        for name in model.pager.names(Piece(pack, what))
+    }
+    of_model = {name for name in manifest.tiles if name.startswith(prefix)}
+    strange = sorted(of_model - known)
+    if strange:
+        msg = (
+            f"the checkpoint has a tile {strange[0]!r} that this version does not know for the model; go on with the "
+            "version that took it"
+        )
+        raise StoreError(msg)
+
+
+def _layers_of(model: OffloadedModel, state: dict[str, Any]) -> Layers:
+    """Return the model's cut with the codecs that its moments had."""
+    codecs, asked = state["codecs"], state["asked"]
+    for given in (codecs, asked):
+        if not isinstance(given, dict) or given.keys() != model.codecs.keys():
+            msg = (
+                "the checkpoint does not say which codec each parameter's moments have"
+            )
+            raise StoreError(msg)
+    for home in model.layers.homes.values():
+        name, table = home.spec.name, home.spec.name in model.layers.tables
+        codec, role = codecs[name], role_of(home.spec.shape, table=table)
+        known = codec == RAW or (codec in NAMES and codec != DYNAMIC)
+        if (
+            not known
+            or safe_codec(codec, role) != codec
+            or asked[name] not in (RAW, *NAMES)
+        ):
+            msg = f"the checkpoint has moments of {name} as {codec!r}, which this version does not know"
+            raise StoreError(msg)
+    return model.layers.with_codecs(codecs)
 
 
 def restore_model(
@@ -149,11 +194,7 @@ def restore_model(
     params = dict(model.model.named_parameters())
     pager = model.pager
     if not weights_only:
-        for piece in pager.kept_pieces(*MOMENT_KINDS):
-            pager.discard(piece.pack.index, piece.what)
-        recode(
-            model, codecs_to_take(model, state)
-        )  # of nothing: they only change their form
+        _take_codecs(model, state)
     keys = {}
     for piece in pager.kept_pieces(*(_WEIGHTS if weights_only else ())):
         pager.discard(piece.pack.index, piece.what)
@@ -178,6 +219,8 @@ def _restore_optimizer(
     model: OffloadedModel, state: dict[str, Any], params: dict[str, nn.Parameter]
 ) -> None:
     """Bring back what belongs to steps and is not in tiles."""
+    model.session.plan()
+    model.rounding_seed = state["rounding_seed"]
     model.pager.opaque = state["opaque"]
     model.num_steps = state["num_steps"]
     model.steps.clear()
@@ -190,13 +233,25 @@ def _restore_optimizer(
         model.fusing.load_state_dict(state["fusing"])
     if model.optimizer is not None and state["groups"] is not None:
         _set_groups(model.optimizer, state["groups"])
-        model.rounding_seed = state["groups"][0]["rounding_seed"]
         model.optimizer.state.clear()
         model.optimizer.note_state()
     model.saved_version = model.executor.version
 
 
-def check_groups(model: OffloadedModel, state: dict[str, Any]) -> None:
+def _take_codecs(model: OffloadedModel, state: dict[str, Any]) -> None:
+    """Let moments have the codecs that they had; what they hold now is forgotten."""
+    layers, pager = _layers_of(model, state), model.pager
+    model.updates.chooser.forget()
+    for pack in layers.spec.packs:
+        if pack != pager.packs[pack.index]:
+            pager.swap(pack, [Piece(pack, what) for what in moments_of(pack)])
+    model.use_layers(layers)
+    if model.asked != state["asked"]:
+        model.asked = dict(state["asked"])
+        model.session.note(_OTHER_CODECS)
+
+
+def _check_groups(model: OffloadedModel, state: dict[str, Any]) -> None:
     """Raise ModelError if an optimizer has other groups of parameters than in a checkpoint."""
     if model.optimizer is None or state["groups"] is None:
         return

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.recorder import Recorder
     from megatrain_nb.store.base import IoRecord
     from megatrain_nb.store.checkpoint import Checkpoint
+    from megatrain_nb.store.manifest import Manifest
     from megatrain_nb.store.preflight import Preflight
 
 logger = logging.getLogger("megatrain_nb")
@@ -124,9 +125,7 @@ class Session:
         )
         self.compression = compression or Compression()
         heap.return_freed_memory(self.max_ram_bytes)
-        load_code(self.compression, packing=bool(packed))
         self.packed = packed
-        self._base_bytes = rss.resident_bytes()
         self.preflight = preflight
         self.crash_safe = crash_safe
         self.max_vram_bytes = max_vram_bytes
@@ -149,20 +148,7 @@ class Session:
         with ExitStack() as undo:
             undo.callback(self._lock.release)
             reclaimed, found = _take_over(self._lock)
-            self._page_lock = pinned_pages(device)
-            self.pool = HostPool(
-                self.max_ram_bytes,
-                page_lock=self._page_lock,
-                locked=frozenset({What.WEIGHTS.value, What.GRADS.value}),
-            )
-            self.store = DiskStore(
-                preflight.path,
-                max_bytes=max_disk_bytes,
-                direct=preflight.direct,
-                on_io=self._on_io,
-                pinned=[each.manifest for each in found],
-                staging=self.pool if packed else None,
-            )
+            self._open_store([each.manifest for each in found])
             undo.callback(self.store.close)
             self.saved = Checkpoints(self, found)
             self.threads = UpdateThreads()
@@ -171,6 +157,26 @@ class Session:
         self.notes = self._find_notes(reclaimed)
         self._tell_found(found)
         self._peak = rss.PeakMeter()
+
+    def _open_store(self, pinned: list[Manifest]) -> None:
+        """Open pool and store; what was packed by a session before is read as well."""
+        packing = bool(self.packed) or any(each.packed for each in pinned)
+        load_code(self.compression, packing=packing)
+        self._base_bytes = rss.resident_bytes()
+        self._page_lock = pinned_pages(self.device)
+        self.pool = HostPool(
+            self.max_ram_bytes,
+            page_lock=self._page_lock,
+            locked=frozenset({What.WEIGHTS.value, What.GRADS.value}),
+        )
+        self.store = DiskStore(
+            self.preflight.path,
+            max_bytes=self.max_disk_bytes,
+            direct=self.preflight.direct,
+            on_io=self._on_io,
+            pinned=pinned,
+            staging=self.pool if packing else None,
+        )
 
     # -- life -----------------------------------------------------------------------------------------
 
@@ -300,7 +306,8 @@ class Session:
         """Go on from a checkpoint: everything is as it was when it was taken, bit for bit.
 
         Make model, optimizer and what you registered as before, then call this. Takes milliseconds: tiles
-        are read when they are needed.
+        are read when they are needed. Moments stay in the codecs that they had, also where this session has another
+        ``optimizer_compression`` (a note says so; `recompress` converts them).
 
         Parameters
         ----------
@@ -317,6 +324,8 @@ class Session:
             It is of another model: names the first difference. Nothing has changed.
         StoreError
             Its files are damaged. A tile is checked when it is read.
+        BudgetError
+            The moments do not fit in the codecs that they had. Nothing has changed.
         """
         return self.saved.resume(name, weights_only=weights_only)
 

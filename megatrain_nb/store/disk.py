@@ -56,8 +56,9 @@ class DiskStore:
         Go on with the file in `directory`, these manifests pinned; what none of them
         names is free space.
     staging
-        Where packed tiles pass through; None: tiles cannot be packed. `STAGING_BYTES` for
-        each thread are taken at once and given back by `close`.
+        Where packed tiles pass through; None: tiles cannot be packed, nor packed
+        ones read. `STAGING_BYTES` for each thread are taken at once and given back by
+        `close`.
 
     Notes
     -----
@@ -195,6 +196,11 @@ class DiskStore:
         return sum(t.nbytes for t in tiles), sum(t.packed_bytes for t in tiles)
 
     @property
+    def packs(self) -> bool:
+        """Whether tiles can be packed, and packed ones read."""
+        return self._staging is not None
+
+    @property
     def staging_bytes(self) -> int:
         """Memory that packing takes as long as the store is open."""
         return sum(slab.nbytes for slab in self._slabs)
@@ -271,11 +277,6 @@ class DiskStore:
                 if key in self._index:
                     self._space.drop(self._index[key].parts)
                 self._index[key] = tile
-
-    def check_readable(self, manifest: Manifest) -> None:
-        """Raise ArgumentError if tiles of a manifest are packed, and this store has no staging for it."""
-        for codec in {tile.codec for tile in manifest.tiles.values() if tile.packed}:
-            self._check_packing(codec)
 
     def sync(self) -> None:
         """Return when the medium has every tile whose put is done."""

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatrain_nb.codec.lossless.chunks import ITEM_BYTES
 from megatrain_nb.store.base import ALIGN_BYTES, round_up
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ class Manifest:
         """Bytes that its tiles occupy on disk, whoever else holds them."""
         return extent_bytes([self])
 
+    @property
+    def packed(self) -> bool:
+        """Whether some of its tiles are shorter on disk."""
+        return any(tile.packed for tile in self.tiles.values())
+
 
 def extent_bytes(manifests: Iterable[Manifest]) -> int:
     """Return the bytes that manifests occupy on disk together: a tile of several counts once."""
@@ -125,10 +131,14 @@ def _tile(key: str, fields: Any) -> Tile:
         msg = f"tile {key!r} has a codec that is not a name"
         raise ValueError(msg)
     parts = _parts(key, fields["parts"])
-    packed_bytes = fields["packed_bytes"]
-    if packed_bytes > fields["nbytes"] or (
-        sum(length for _, length in parts) != round_up(max(packed_bytes, 1))
+    nbytes, packed_bytes = fields["nbytes"], fields["packed_bytes"]
+    # Of a float half is no exponent and stays as it is, so more than that is never saved.
+    if not nbytes <= 2 * packed_bytes <= 2 * nbytes or (
+        packed_bytes < nbytes and codec not in ITEM_BYTES
     ):
+        msg = f"tile {key!r} of {nbytes} bytes has {packed_bytes} on disk, as {codec[:80]!r}"
+        raise ValueError(msg)
+    if sum(length for _, length in parts) != round_up(max(packed_bytes, 1)):
         msg = f"tile {key!r} does not fit its place"
         raise ValueError(msg)
     return Tile(**(fields | {"parts": parts}))

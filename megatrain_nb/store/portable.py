@@ -24,17 +24,20 @@ from megatrain_nb.store.checkpoint import (
     write_checkpoint,
 )
 from megatrain_nb.store.disk import DiskStore
-from megatrain_nb.store.host import map_pages
+from megatrain_nb.store.host import HostPool, map_pages
 from megatrain_nb.store.owner import OwnerLock
+from megatrain_nb.store.packing import STAGING_BYTES
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
-    from megatrain_nb.store.manifest import Manifest
+    from megatrain_nb.store.manifest import Manifest, Tile
 
 _TIMEOUT_S = 120.0
+_NUM_THREADS = 2
 
 
 def export_checkpoint(checkpoint: Checkpoint, store: DiskStore, folder: Path) -> Path:
@@ -57,7 +60,7 @@ def export_checkpoint(checkpoint: Checkpoint, store: DiskStore, folder: Path) ->
         temporary.mkdir(mode=0o700, parents=True)
         with ExitStack() as closing:
             closing.callback(shutil.rmtree, temporary, ignore_errors=True)
-            target = DiskStore(temporary, direct=False)
+            target = _open(temporary, packing=checkpoint.manifest.packed)
             closing.callback(target.close)
             manifest = _copy_tiles(checkpoint.manifest, store, target)
             _write_copy(checkpoint, target, manifest, number=1, name=checkpoint.name)
@@ -74,6 +77,8 @@ def import_checkpoint(
     folder: Path, store: DiskStore, *, number: int, name: str | None = None
 ) -> Checkpoint:
     """Copy the checkpoint of a portable folder into a store, every tile checked; the folder stays.
+
+    Packed tiles stay packed if the store packs tiles; otherwise they are unpacked.
 
     Parameters
     ----------
@@ -102,20 +107,42 @@ def import_checkpoint(
         if len(found) != 1:
             msg = f"{folder} holds {len(found)} checkpoints, not one; give a folder that export_checkpoint made"
             raise ArgumentError(msg)
-        source = DiskStore(folder, direct=False, pinned=[found[0].manifest])
+        pinned = found[0].manifest
+        source = _open(folder, packing=pinned.packed, pinned=[pinned])
         closing.callback(source.close)
-        manifest = _copy_tiles(found[0].manifest, source, store)
+        manifest = _copy_tiles(pinned, source, store)
         return _write_copy(
             found[0], store, manifest, number=number, name=name or found[0].name
         )
 
 
+def _open(
+    directory: Path, *, packing: bool, pinned: Sequence[Manifest] = ()
+) -> DiskStore:
+    """Open a store for copying: two tiles at a time."""
+    staging = HostPool(_NUM_THREADS * STAGING_BYTES) if packing else None
+    return DiskStore(
+        directory,
+        num_threads=_NUM_THREADS,
+        direct=False,
+        pinned=pinned,
+        staging=staging,
+    )
+
+
 def _copy_tiles(manifest: Manifest, source: DiskStore, target: DiskStore) -> Manifest:
     """Return the same tiles, pinned in another store."""
+    codecs = {name: _codec_in(target, tile) for name, tile in manifest.tiles.items()}
+    needed = sum(
+        tile.extent_bytes
+        if codecs[name] == tile.codec
+        else round_up(max(tile.nbytes, 1))
+        for name, tile in manifest.tiles.items()
+    )
     room = target.capacity_bytes - target.used_bytes
-    if manifest.extent_bytes > room:
+    if needed > room:
         msg = (
-            f"the checkpoint needs {format_bytes(manifest.extent_bytes)} in {target.directory}, and "
+            f"the checkpoint needs {format_bytes(needed)} in {target.directory}, and "
             f"{format_bytes(room)} are left there; remove other checkpoints, or make room"
         )
         raise BudgetError(msg)
@@ -130,9 +157,7 @@ def _copy_tiles(manifest: Manifest, source: DiskStore, target: DiskStore) -> Man
             _land(writing[turn % 2], name)
             part = pages[turn % 2][: tile.nbytes]
             _land(source.get_into(name, part, of=manifest), name)
-            # Packing is a store's own business: what arrives here is whole.
-            codec = "raw" if tile.codec in ITEM_BYTES else tile.codec
-            writing[turn % 2] = target.put(f"copy/{name}", part, codec=codec)
+            writing[turn % 2] = target.put(f"copy/{name}", part, codec=codecs[name])
             keys[name] = f"copy/{name}"
         for write in writing:
             _land(write, "the last tiles")
@@ -145,6 +170,11 @@ def _copy_tiles(manifest: Manifest, source: DiskStore, target: DiskStore) -> Man
         for key in keys.values():
             if key in target:
                 target.delete(key)
+
+
+def _codec_in(target: DiskStore, tile: Tile) -> str:
+    """Return what a tile is put with: a store without staging gets it unpacked."""
+    return "raw" if tile.codec in ITEM_BYTES and not target.packs else tile.codec
 
 
 def _write_copy(

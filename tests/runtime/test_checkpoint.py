@@ -30,10 +30,10 @@ from tests.runtime.common import (
     seeded,
     snapshot,
 )
-from tests.runtime.models import covering, make_model, make_window
+from tests.runtime.models import covering
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 PLACES = {"ram": None, "disk": 0, "mixed": 80_000}
@@ -143,7 +143,11 @@ class Run:
 
 @contextmanager
 def opened(
-    directory: Path, place: str = "disk", tile_numel: int = 1024, **kwargs: Any
+    directory: Path,
+    place: str = "disk",
+    tile_numel: int = 1024,
+    places: Mapping[str, int | None] = PLACES,
+    **kwargs: Any,
 ) -> Iterator[mt.Session]:
     """A session with small tiles."""
     defaults = Pager.__init__.__kwdefaults__
@@ -152,7 +156,7 @@ def opened(
     defaults["tile_numel"] = tile_numel
     try:
         with mt.init(directory, **({"max_ram_gb": 0.5} | kwargs)) as session:
-            session.max_resident_bytes = PLACES[place]
+            session.max_resident_bytes = places[place]
             yield session
     finally:
         defaults["tile_numel"] = before
@@ -207,57 +211,6 @@ def test_a_run_that_goes_on_is_the_same_run(
         assert differing(run.everything(), expected) == []
         session.remove_checkpoint("step-3")
     assert list((tmp_path / "b").iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "codec", ["lossless", "8bit", "4bit", "3bit", "2bit", "dynamic"]
-)
-def test_every_codec_goes_on(tmp_path: Path, codec: str) -> None:
-    def make(session: mt.Session, seed: int) -> tuple[Any, Any]:
-        model = make_model("llama", seed=seed, hidden_size=64, intermediate_size=128)
-        torch.manual_seed(seed)  # what rounds by chance begins from it
-        return mt.wrap(model, lr=1e-2)
-
-    def steps(pair: tuple[Any, Any], first: int, last: int) -> list[float]:
-        window = [make_window("llama", step, 1) for step in range(first, last)]
-        return [mt.train_step(pair[0], pair[1], each).loss for each in window]
-
-    options = {"optimizer_compression": codec, "max_ram_gb": 0.7}
-    with opened(tmp_path / "a", "mixed", 4096, **options) as session:
-        pair = make(session, 0)
-        losses = steps(pair, 0, 6)
-        expected = snapshot(*pair)
-        codecs = pair[0]._megatrain.codecs
-        if codec not in ("lossless",):
-            assert set(codecs.values()) - {"raw"}
-    with opened(tmp_path / "b", "disk", 4096, **options) as session:
-        pair = make(session, 0)
-        assert steps(pair, 0, 4) == losses[:4]
-        session.save_checkpoint()
-        session.export_checkpoint(None, tmp_path / "moved")
-    shutil.rmtree(tmp_path / "b")
-    with opened(tmp_path / "c", "ram", 4096, **options) as session:
-        session.import_checkpoint(tmp_path / "moved")
-        pair = make(session, 9)
-        session.resume()
-        assert steps(pair, 4, 6) == losses[4:]
-        assert differing(snapshot(*pair), expected) == []
-        assert pair[0]._megatrain.codecs == codecs
-
-
-def test_encoded_moments_need_the_same_setting(tmp_path: Path) -> None:
-    def make() -> Any:
-        return make_model("llama", hidden_size=64, intermediate_size=128)
-
-    options: dict[str, Any] = {"optimizer_compression": "4bit"}
-    with opened(tmp_path, "disk", 4096, **options) as session:
-        model, optimizer = mt.wrap(make())
-        mt.train_step(model, optimizer, make_window("llama", 0, 1))
-        session.save_checkpoint()
-    with opened(tmp_path, "disk", 4096) as session:
-        mt.wrap(make())
-        with pytest.raises(mt.ModelError, match="moments is '4bit' in the checkpoint"):
-            session.resume()
 
 
 def test_back_and_forth_in_one_session(tmp_path: Path) -> None:

@@ -106,10 +106,10 @@ def test_what_cannot_be_converted_stays(
             mt.recompress(model, "5bit")
         with pytest.raises(mt.ModelError, match="not in a session"):
             mt.recompress(torch.nn.Linear(2, 2), "4bit")
-        session.max_disk_bytes = 20_000
+        monkeypatch.setattr(session.store, "_max_bytes", 20_000)
         with pytest.raises(mt.BudgetError, match="max_disk_gb"):
             mt.recompress(model, False)
-        session.max_disk_bytes = None
+        monkeypatch.undo()
         assert codes(model) == before
         put, left = DiskStore.put, [at]
 

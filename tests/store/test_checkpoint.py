@@ -157,6 +157,11 @@ def test_damage_is_named(
         [found.read() for found in read_checkpoints(tmp_path)]
 
 
+def tile_of(content: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = content["tiles"]["0/weights/0/0"]
+    return found
+
+
 def rewritten(taken: Checkpoint, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a manifest, and make its checksum fit."""
     path = taken.folder / "manifest.json"
@@ -187,18 +192,30 @@ def rewritten(taken: Checkpoint, change: Callable[[dict[str, Any]], Any]) -> Non
         lambda c: c.update(num_steps=1e3),
         lambda c: c.update(time="yesterday"),
         lambda c: c["tiles"].update({"x": {}}),
-        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[-4096, 12288]]),
-        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[1, 12288]]),
-        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[2**70, 12288]]),
-        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[]),
-        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0]]),
-        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0, 12288], [0, 0]]),
-        lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[0, 8192]]),
-        lambda c: c["tiles"]["0/weights/0/0"].update(packed_bytes=9001),
-        lambda c: c["tiles"]["0/weights/0/0"].update(nbytes=2**50),
-        lambda c: c["tiles"]["0/weights/0/0"].update(nbytes="9"),
-        lambda c: c["tiles"]["0/weights/0/0"].update(codec=None),
-        lambda c: c["tiles"]["0/weights/0/0"].update(checksum=2**64),
+        lambda c: tile_of(c).update(parts=[]),
+        lambda c: tile_of(c).update(parts=[[-4096, 12288]]),
+        lambda c: tile_of(c).update(parts=[[1, 12288]]),
+        lambda c: tile_of(c).update(parts=[[2**70, 12288]]),
+        lambda c: tile_of(c).update(parts=[[0, 12287]]),
+        lambda c: tile_of(c).update(parts=[[0, 8192]]),
+        lambda c: tile_of(c).update(parts=[[0, 16384]]),
+        lambda c: tile_of(c).update(parts=[[0, 12288], [16384, 0]]),
+        lambda c: tile_of(c).update(parts=[[0, 16384], [16384, -4096]]),
+        lambda c: tile_of(c).update(parts=[0, 12288]),
+        lambda c: tile_of(c).update(parts=[[0, 4096.0], [4096, 8192]]),
+        lambda c: tile_of(c).update(parts=[[0, True], [0, 12288]]),
+        lambda c: tile_of(c).update(parts=[[0, 12288, 1]]),
+        lambda c: tile_of(c).update(parts={"0": 12288}),
+        lambda c: tile_of(c).update(offset=0),
+        lambda c: tile_of(c).update(packed_bytes=9001),
+        lambda c: tile_of(c).update(packed_bytes=8999),
+        lambda c: tile_of(c).update(packed_bytes=-1),
+        lambda c: tile_of(c).update(nbytes=2**50),
+        lambda c: tile_of(c).update(nbytes="9"),
+        lambda c: tile_of(c).update(codec=None),
+        lambda c: tile_of(c).update(checksum=2**64),
+        lambda c: tile_of(c).update(codec="lossless32", nbytes=18_001),
+        lambda c: tile_of(c).pop("packed_bytes"),
     ],
 )
 def test_a_manifest_from_elsewhere_is_data(
@@ -212,9 +229,7 @@ def test_a_manifest_from_elsewhere_is_data(
 def test_tiles_that_are_not_there_are_refused(
     tmp_path: Path, taken: Checkpoint
 ) -> None:
-    rewritten(
-        taken, lambda c: c["tiles"]["0/weights/0/0"].update(parts=[[2**40, 12288]])
-    )
+    rewritten(taken, lambda c: tile_of(c).update(parts=[[2**40, 12288]]))
     found = read_checkpoints(tmp_path)
     with pytest.raises(StoreError, match="its checkpoints name"):
         DiskStore(tmp_path, pinned=[each.manifest for each in found])

@@ -468,10 +468,12 @@ def test_pinned_manifests_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="raise max_disk_gb"):
         DiskStore(tmp_path, pinned=[pinned], max_bytes=MIB)
     tile = pinned.tiles["a"]
-    begin, length = tile.parts[0]
-    crossing = Manifest({"b": replace(tile, parts=((begin + PAGE, length),))})
-    with pytest.raises(StoreError, match="overlap"):
-        DiskStore(tmp_path, pinned=[pinned, crossing])
+    ((offset, length),) = tile.parts
+    crossing = Manifest({"b": replace(tile, parts=((offset + PAGE, length),))})
+    shorter = Manifest({"b": replace(tile, parts=((offset, PAGE),))})
+    for other in (crossing, shorter):
+        with pytest.raises(StoreError, match="overlap"):
+            DiskStore(tmp_path, pinned=[pinned, other])
     os.truncate(store.path, MIB)
     with pytest.raises(StoreError, match="its checkpoints name"):
         DiskStore(tmp_path, pinned=[pinned])

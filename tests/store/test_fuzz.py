@@ -17,10 +17,14 @@ import numpy as np
 import pytest
 from xxhash import xxh3_64_hexdigest
 
+from megatrain_nb.codec.lossless import chunks
 from megatrain_nb.errors import MegatrainError
 from megatrain_nb.store.base import wait
 from megatrain_nb.store.checkpoint import read_checkpoints
 from megatrain_nb.store.disk import DiskStore
+from megatrain_nb.store.host import HostPool
+from megatrain_nb.store.packing import STAGING_BYTES
+from tests.codec.floats import smooth
 from tests.store.conformance import noise, put
 from tests.store.test_checkpoint import take
 
@@ -28,21 +32,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-CONTENTS = {"0/weights/0/0": noise(9000, 1), "0/exp_avg/12/3": noise(50, 2)}
+PACKED = "0/exp_avg/1/0"
+CONTENTS = {
+    "0/weights/0/0": noise(9000, 1),
+    "0/encoded-0123abcd/12/3": noise(50, 2),
+    PACKED: smooth(15_000).view(np.uint8),
+}
 ODD: list[Any] = [
     None, True, -1, 0, 1, 4096, 2**31, 2**62, 2**64, 2**200, 1e308, float("nan"), "", "x", "../../escape",
     "/etc/passwd", "\x00", "a" * 5000, [], {}, [[]], {"a": {}}, [0] * 50,
 ]  # fmt: skip
 
 
+def open_store(directory: Path, **options: Any) -> DiskStore:
+    pool = HostPool(2 * STAGING_BYTES)
+    return DiskStore(directory, direct=False, num_threads=2, staging=pool, **options)
+
+
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints that share a tile."""
+    """Two checkpoints that share their tiles, one of them packed."""
     directory = tmp_path_factory.mktemp("sound") / "run"
     directory.mkdir()
-    store = DiskStore(directory, direct=False)
+    chunks.warm_up()
+    store = open_store(directory)
     for key, data in CONTENTS.items():
-        put(store, key, data)
+        codec = "lossless32" if key == PACKED else "raw"
+        wait(store.put(key, data, codec=codec), what="put", timeout_s=20)
+    assert store.pin().packed
     take(store, 1, "a")
     take(store, 2, "b")
     store.close()
@@ -95,13 +112,9 @@ def change_json(path: Path, dice: random.Random) -> None:
     sums.write_text("\n".join(lines))
 
 
-def linked(path: Path, target: Path | None) -> None:
-    """Put a link, or a pipe that nobody writes into, in a file's place."""
+def become(path: Path, make: Callable[[], object]) -> None:
     path.unlink()
-    if target is None:
-        os.mkfifo(path)
-    else:
-        path.symlink_to(target)
+    make()
 
 
 def damage(directory: Path, dice: random.Random) -> None:
@@ -116,8 +129,8 @@ def damage(directory: Path, dice: random.Random) -> None:
         ),
         path.unlink,
         lambda: path.write_bytes(dice.choice(files).read_bytes()),
-        lambda: linked(path, directory.parent / "outside"),
-        lambda: linked(path, None),
+        lambda: become(path, lambda: path.symlink_to(directory.parent / "outside")),
+        lambda: become(path, lambda: os.mkfifo(path)),
         lambda: (
             path.parent.rename(path.parent.with_name("000003"))
             if path.parent != directory
@@ -132,12 +145,7 @@ def opened(directory: Path) -> int:
     found = read_checkpoints(directory)
     if not found:
         return 0
-    store = DiskStore(
-        directory,
-        direct=False,
-        num_threads=2,
-        pinned=[each.manifest for each in found],
-    )
+    store = open_store(directory, pinned=[each.manifest for each in found])
     right = 0
     try:
         put(store, "new", noise(20_000))
@@ -189,4 +197,4 @@ def test_random_damage(
 
 def test_sound_is_sound(tmp_path: Path, sound: Path) -> None:
     shutil.copytree(sound, tmp_path / "run")
-    assert opened(tmp_path / "run") == 4
+    assert opened(tmp_path / "run") == 2 * len(CONTENTS)

@@ -175,19 +175,22 @@ def test_resume_reads_what_was_packed(tmp_path: Path) -> None:
     pack(store, "a", floats(3 * MIB))
     pack(store, "b", noise(MIB))
     sizes = store.packed_sizes()
-    manifest = store.pin()
+    pinned = store.pin()
+    assert pinned.packed
     store.close()
-    again = open_store(tmp_path, pinned=[manifest])
-    again.restore(manifest, {"a": "a", "b": "b"})
+    assert pinned.extent_bytes < 3.9 * MIB
+    again = open_store(tmp_path, pinned=[pinned])
+    again.restore(pinned, {"a": "a", "b": "b"})
     assert again.packed_sizes() == sizes
+    assert again.used_bytes == pinned.extent_bytes
     assert np.array_equal(get(again, "a"), floats(3 * MIB))
     again.close()
-    plain = DiskStore(tmp_path, pinned=[manifest])
-    plain.restore(manifest, {"a": "a", "b": "b"})
+    plain = DiskStore(tmp_path, pinned=[pinned])
+    plain.restore(pinned, {"a": "a", "b": "b"})
     assert np.array_equal(get(plain, "b"), noise(MIB))
     with pytest.raises(ArgumentError, match=r"lossless32.*staging"):
         get(plain, "a")
-    plain.unpin(manifest)
+    plain.unpin(pinned)
     plain.close()
 
 
@@ -238,9 +241,7 @@ def test_a_store_that_cannot_pack_says_so(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found(store: DiskStore, at: int) -> None:
     pack(store, "layers.3/exp_avg", floats(3 * MIB))
     size = store.packed_sizes()[1]
-    pinned = store.pin()
-    tile = pinned.tiles["layers.3/exp_avg"]
-    store.unpin(pinned)
+    tile = store.pin().tiles["layers.3/exp_avg"]
     assert tile.packed
     with store.path.open("r+b") as file:
         file.seek(tile.offset + at % size)

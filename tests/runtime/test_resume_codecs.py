@@ -1,0 +1,294 @@
+"""Moments and weights in every form: N steps are k steps, a checkpoint, a new session, and N - k steps, bit for bit."""
+
+from __future__ import annotations
+
+from functools import cache
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import megatrain_nb as mt
+from megatrain_nb.codec.names import NAMES
+from megatrain_nb.runtime import chooser
+from megatrain_nb.runtime.pager import What
+from tests.runtime.common import differing, snapshot, window_step
+from tests.runtime.plain import late_twin
+from tests.runtime.test_checkpoint import opened
+from tests.runtime.test_codecs import WideLM
+from tests.runtime.test_lossless import LOSSLESS, wide
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+FORMS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "lossless": LOSSLESS,
+    **{name: {"optimizer_compression": name} for name in NAMES},
+}
+PLACES = {"ram": None, "mixed": 250_000, "disk": 0}
+DTYPES = {"fp32": None, "bf16": torch.bfloat16}
+STEPS, SAVED = 7, 3
+OTHER = "taken with another optimizer_compression"
+
+
+@pytest.fixture(autouse=True)
+def _looks_early() -> Iterator[None]:
+    """The chooser looks at updates 2, 3 and 6: before the checkpoint, in the update that it finishes, and after it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chooser, "FIRST_LOOK", 2)
+        patch.setattr(chooser, "LOOK_EVERY", 3)
+        yield
+
+
+class Run:
+    """A model in the open session."""
+
+    def __init__(
+        self, seed: int, *, dtype: str = "fp32", large: bool = False, lr: float = 1e-2
+    ) -> None:
+        torch.manual_seed(seed)  # of the rounding as well
+        made: Any = wide() if large else WideLM()
+        self.model: Any
+        self.model, self.optimizer = mt.wrap(
+            made, lr=lr, dtype=DTYPES[dtype], max_grad_norm=1.0
+        )
+
+    def train(self, first: int, stop: int) -> list[float]:
+        steps = range(first, stop)
+        return [window_step(self.model, self.optimizer, x, 2).loss for x in steps]
+
+    @property
+    def codecs(self) -> dict[str, str]:
+        return dict(self.model._megatrain.codecs)
+
+    def everything(self) -> dict[str, Tensor]:
+        """Parameters, moments as they are decoded, lower halves, and encoded bytes themselves."""
+        self.optimizer.finish()
+        found = snapshot(self.model, self.optimizer)
+        pager = self.model._megatrain.pager
+        for piece in pager.kept_pieces(What.LOW, What.ENCODED):
+            with pager.opened(piece.pack.index, piece.what) as (values,):
+                found[str(piece)] = torch.from_numpy(values.copy())
+        return found
+
+
+def session_of(directory: Path, place: str, form: str, **options: Any) -> Any:
+    large = form == "lossless"  # tiles of some size, or nothing of them packs
+    options = {"tile_numel": 2**16 if large else 1024} | FORMS[form] | options
+    return opened(directory, place, places=PLACES, **options)
+
+
+@cache
+def whole_run(form: str, dtype: str) -> tuple[list[float], dict[str, Tensor], Any]:
+    """Losses, the end and the codecs of a run that nothing interrupts; where it lies changes no bit."""
+    from pathlib import Path  # noqa: PLC0415
+
+    with (
+        TemporaryDirectory() as directory,
+        session_of(Path(directory), "ram", form),
+    ):
+        run = Run(0, dtype=dtype, large=form == "lossless")
+        return run.train(0, STEPS), run.everything(), run.codecs
+
+
+def check_end(run: Run, losses: list[float], form: str, dtype: str = "fp32") -> None:
+    whole = whole_run(form, dtype)
+    assert losses == whole[0][-len(losses) :]
+    assert differing(run.everything(), whole[1]) == []
+    assert run.codecs == whole[2]
+
+
+def interrupted(directory: Path, place: str, form: str, dtype: str = "fp32") -> None:
+    """Train, take a checkpoint, and train on: what comes after it is lost."""
+    losses = whole_run(form, dtype)[0]  # in a session of its own, so first
+    with session_of(directory, place, form) as session:
+        run = Run(0, dtype=dtype, large=form == "lossless")
+        assert run.train(0, SAVED) == losses[:SAVED]
+        session.save_checkpoint()
+        run.train(SAVED, SAVED + 1)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_that_goes_on_is_the_same_run(
+    tmp_path: Path, form: str, dtype: str, place: str
+) -> None:
+    interrupted(tmp_path, place, form, dtype)
+    after = [*PLACES][([*PLACES].index(place) + 1) % 3]
+    with session_of(tmp_path, after, form) as session:
+        # Another seed of weights and of rounding, and moments in what codecs training begins with.
+        run = Run(1, dtype=dtype, large=form == "lossless")
+        run.train(20, 21)
+        session.resume()
+        check_end(run, run.train(SAVED, STEPS), form, dtype)
+        assert not any(OTHER in note for note in session.notes)
+        session.remove_checkpoint(f"step-{SAVED}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cases_are_what_they_should_be() -> None:
+    """Dynamic codecs change before the checkpoint, in it or after it; packed tiles are packed."""
+    for form in NAMES:
+        found = set(whole_run(form, "fp32")[2].values())
+        assert found > {"raw", "8bit"} if form != "8bit" else found == {"raw", "8bit"}
+    assert "4bit" not in set(whole_run("dynamic", "fp32")[2].values())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_chooser_that_decides_after_the_checkpoint(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The look is at the update before the checkpoint, or only after it; both runs choose the same."""
+    for look in (SAVED, SAVED + 1):
+        monkeypatch.setattr(chooser, "FIRST_LOOK", look)
+        monkeypatch.setattr(chooser, "LOOK_EVERY", 1000)
+        directory = tmp_path / str(look)
+        with session_of(directory / "a", place, "dynamic"):
+            run = Run(0)
+            run.train(0, STEPS)
+            expected, codecs = run.everything(), run.codecs
+        with session_of(directory / "b", place, "dynamic") as session:
+            run = Run(0)
+            run.train(0, SAVED)
+            session.save_checkpoint()
+            changed = "4bit" not in run.codecs.values()
+            assert changed == (look == SAVED)
+        with session_of(directory / "b", "disk", "dynamic") as session:
+            run = Run(1)
+            session.resume()
+            run.train(SAVED, STEPS)
+            assert differing(run.everything(), expected) == []
+            assert run.codecs == codecs
+
+
+# -- in sessions with other settings ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "other"),
+    [
+        ("fp32", "4bit"),
+        ("4bit", "fp32"),
+        ("4bit", "8bit"),
+        ("dynamic", "2bit"),
+        ("dynamic", "fp32"),
+        ("3bit", "dynamic"),
+        ("fp32", "dynamic"),
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_codecs_are_those_of_the_checkpoint(
+    tmp_path: Path, form: str, other: str, place: str
+) -> None:
+    interrupted(tmp_path, place, form)
+    with session_of(tmp_path, place, other) as session:
+        run = Run(1)
+        run.train(20, 22)
+        session.resume()
+        assert sum(OTHER in note for note in session.notes) == 1
+        check_end(run, run.train(SAVED, STEPS), form)
+        mt.recompress(run.model, FORMS[other].get("optimizer_compression", False))
+        assert run.codecs != whole_run(form, "fp32")[2]
+        run.train(STEPS, STEPS + 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("lossless", "fp32"), ("fp32", "lossless")]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("place", PLACES)
+def test_packing_is_the_sessions_own(
+    tmp_path: Path, before: str, after: str, dtype: str, place: str
+) -> None:
+    """A session reads what another one packed, or did not, and writes as it is told."""
+    whole_run("lossless", dtype)
+    with session_of(tmp_path, place, before, tile_numel=2**16) as session:
+        run = Run(0, dtype=dtype, large=True)
+        run.train(0, SAVED)
+        (taken,) = [session.save_checkpoint()]
+        assert taken.manifest.packed == (before == "lossless")
+    with session_of(tmp_path, place, after, tile_numel=2**16) as session:
+        run = Run(1, dtype=dtype, large=True)
+        session.resume()
+        losses = run.train(SAVED, STEPS)
+        check_end(run, losses, "lossless", dtype)
+        session.remove_checkpoint(f"step-{SAVED}")
+        taken = session.save_checkpoint()
+        assert taken.manifest.packed == (after == "lossless")
+
+
+@pytest.mark.parametrize("into", ["fp32", "lossless", "2bit"])
+@pytest.mark.parametrize("form", ["lossless", "4bit", "dynamic"])
+def test_out_and_in_again(tmp_path: Path, form: str, into: str) -> None:
+    interrupted(tmp_path / "a", "mixed", form)
+    tile_numel = 2**16 if form == "lossless" else 1024
+    with session_of(tmp_path / "a", "disk", form) as session:
+        folder = session.export_checkpoint(None, tmp_path / "moved")
+        (taken,) = session.checkpoints()
+    for number, place in enumerate(("disk", "ram")):
+        options: dict[str, Any] = {"tile_numel": tile_numel}
+        with session_of(tmp_path / f"b{number}", place, into, **options) as session:
+            found = session.import_checkpoint(folder)
+            packed = form == into == "lossless"
+            assert found.manifest.packed == packed
+            assert taken.manifest.packed == (form == "lossless")
+            assert packed <= (found.num_bytes == taken.num_bytes)
+            run = Run(1, large=form == "lossless")
+            session.resume()
+            check_end(run, run.train(SAVED, STEPS), form)
+
+
+def test_a_portable_folder_is_a_directory_for_a_session(tmp_path: Path) -> None:
+    interrupted(tmp_path / "a", "mixed", "lossless")
+    with session_of(tmp_path / "a", "disk", "fp32", tile_numel=2**16) as session:
+        folder = session.export_checkpoint(None, tmp_path / "moved")
+    with session_of(folder, "disk", "fp32", tile_numel=2**16) as session:
+        run = Run(1, large=True)
+        session.resume()
+        check_end(run, run.train(SAVED, STEPS), "lossless")
+
+
+def test_weights_alone_leave_the_moments(tmp_path: Path) -> None:
+    interrupted(tmp_path, "mixed", "4bit")
+    with session_of(tmp_path, "mixed", "2bit") as session:
+        run = Run(1)
+        run.train(20, 22)
+        before, codecs = run.everything(), run.codecs
+        session.resume(weights_only=True)
+        after = run.everything()
+        assert run.codecs == codecs
+        assert not any(OTHER in note for note in session.notes)
+        changed = set(differing(before, after))
+        assert changed == {name for name, _ in run.model.named_parameters()}
+        run.train(22, 23)
+
+
+# -- on a device with memory of its own ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", ["fp32", "dynamic"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_on_a_device(tmp_path: Path, form: str, dtype: str, place: str) -> None:
+    """What a device still copies out of is neither given back nor taken for the checkpoint's."""
+    losses = whole_run(form, dtype)[0]
+    with session_of(tmp_path, place, form) as session:
+        session.device = late_twin()
+        run = Run(0, dtype=dtype)
+        assert run.train(0, SAVED) == losses[:SAVED]
+        session.save_checkpoint()
+        run.train(SAVED, STEPS)
+        session.resume()
+        check_end(run, run.train(SAVED, STEPS), form, dtype)
+    with session_of(tmp_path, place, form) as session:
+        session.device = late_twin(seed=1)
+        run = Run(1, dtype=dtype)
+        run.train(20, 22)
+        session.resume()
+        check_end(run, run.train(SAVED, STEPS), form, dtype)
