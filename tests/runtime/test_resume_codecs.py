@@ -176,7 +176,7 @@ def test_a_chooser_that_decides_after_the_checkpoint(
         ("fp32", "4bit"),
         ("4bit", "fp32"),
         ("4bit", "8bit"),
-        ("dynamic", "2bit"),
+        ("dynamic", "4bit"),
         ("dynamic", "fp32"),
         ("3bit", "dynamic"),
         ("fp32", "dynamic"),
