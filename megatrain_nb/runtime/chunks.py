@@ -157,12 +157,9 @@ class _Sum:
         self.param.grad = self.total.to(self.param.dtype)  # itself, but for bf16
         self._version = self.total._version
 
-    def rescale(self, scale: float) -> bool:
-        """Multiply, if nothing else is in the sum; whether that was so."""
-        if self.alone():
-            self.total.mul_(scale)
-            return True
-        return False
+    def rescale(self, scale: float) -> None:
+        """Multiply; nothing else is in the sum (`alone`, asked of all sums before the first is multiplied)."""
+        self.total.mul_(scale)
 
     def alone(self) -> bool:
         """Whether the sum holds what this pass added, and nothing else."""

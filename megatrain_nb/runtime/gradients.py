@@ -69,7 +69,8 @@ class Gradients:
     def home(self, param: nn.Parameter, bound: Bound, slots: Slots) -> None:
         """Let a parameter's gradient accumulate where it belongs."""
         home, plain = self._executor.layers.homes[param], bound.plain[param]
-        gradient = part_of(slots[home.pack.index].flat, home)
+        # .data: a count of changes of its own, or a change of one parameter's gradient would pass for one of another's.
+        gradient = part_of(slots[home.pack.index].flat.data, home)
         if home.pack.split:
             self.sum(param, bound, gradient)
             return
