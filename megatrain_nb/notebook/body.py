@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.displayhook import DisplayHook
 
+from megatrain_nb.runtime.turn import TURN
+
 if TYPE_CHECKING:
     from types import CodeType, TracebackType
 
@@ -102,7 +104,8 @@ class Body:
 
     def _run(self) -> None:
         try:
-            self.value = self._evaluate()
+            with TURN.held("a %%megatrain cell"):
+                self.value = self._evaluate()
         except BaseException as error:
             self.error = error
         finally:

@@ -39,6 +39,7 @@ from megatrain_nb.runtime.modelstate import (
     state_of,
 )
 from megatrain_nb.runtime.tree import from_json, to_json
+from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.store.base import round_up
 from megatrain_nb.store.checkpoint import (
     Label,
@@ -131,7 +132,10 @@ class Checkpoints:
         ``leaving`` are others that will be removed: the step after this one may use their space.
         """
         session = self._session
-        with interrupts_wait(session.stop_event, breakable=False):
+        with (
+            TURN.held("saving a checkpoint"),
+            interrupts_wait(session.stop_event, breakable=False),
+        ):
             models = session.usable_models()
             for model in models:
                 _check_between_steps(model)
@@ -264,7 +268,10 @@ class Checkpoints:
         """
         session = self._session
         checkpoint = self.get(name)
-        with interrupts_wait(session.stop_event, breakable=False):
+        with (
+            TURN.held("going on from a checkpoint"),
+            interrupts_wait(session.stop_event, breakable=False),
+        ):
             models = session.usable_models()
             state, states, objects = read_state(checkpoint)
             check_same(

@@ -33,6 +33,7 @@ from megatrain_nb.runtime.lanes import tensor_over
 from megatrain_nb.runtime.layers import part_of
 from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
 from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -546,10 +547,11 @@ class Executor:
         Raises
         ------
         SessionError
-            Its session is closed, or an update failed half-way.
+            Another thread trains, its session is closed, or an update failed half-way.
         StoreError
             A write failed, so the store no longer holds the model's last state.
         """
+        TURN.check()
         if self.unusable:
             raise SessionError(self.unusable)
         if self.pager.broken:

@@ -28,6 +28,7 @@ from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.pager import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
+from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.store.checkpoint import read_checkpoints, sweep
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -190,7 +191,16 @@ class Session:
 
         Weights that are neither exported nor in a checkpoint are lost: save before with ``mt.save_pretrained``
         or `save_checkpoint`, or take the model out with ``mt.unwrap``.
+
+        Raises
+        ------
+        SessionError
+            Another thread trains.
         """
+        TURN.check()
+        self._close()
+
+    def _close(self) -> None:
         global _current  # noqa: PLW0603
         with interrupts_wait(self.stop_event, breakable=False), ExitStack() as closing:
             if self._closed:
@@ -335,6 +345,7 @@ class Session:
 
     def remove_checkpoint(self, name: str) -> None:
         """Delete a checkpoint; what only it held of the disk is free then."""
+        TURN.check()
         self.saved.remove(self.saved.get(name))
 
     def export_checkpoint(self, name: str | None, folder: str | Path) -> Path:
@@ -390,6 +401,7 @@ class Session:
 
     def check_in(self) -> None:
         """Make room before a model moves in: let go of those that nobody holds any more."""
+        TURN.check()
         if self._models:
             gc.collect()
         self._let_go()
@@ -670,6 +682,7 @@ def init(
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
+    TURN.check()
     if crash_safe not in (None, "step"):
         msg = f'crash_safe={crash_safe!r} is not known; give "step" or None'
         raise ArgumentError(msg)
@@ -777,7 +790,7 @@ _pid = os.getpid()
 def _close_current() -> None:
     # A forked child shares the files, but does not own them.
     if _current is not None and os.getpid() == _pid:
-        _current.close()
+        _current._close()
 
 
 # Nothing but checkpoints is left in the offload directory when the interpreter ends.

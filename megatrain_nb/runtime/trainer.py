@@ -36,6 +36,7 @@ from megatrain_nb.runtime.runs import (
 )
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import valid_tokens
+from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.runtime.wrap import run_window
 
 if TYPE_CHECKING:
@@ -243,7 +244,13 @@ class Trainer(transformers.Trainer):
             There is no such checkpoint, or the session has not got it.
         ModelError
             It is of another model.
+        SessionError
+            Another thread trains.
         """
+        with TURN.held("mt.Trainer.train"):
+            return self._begin(resume_from_checkpoint, *args, **kwargs)
+
+    def _begin(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
         self._window.clear()
         if resume_from_checkpoint in (None, False):
             return self._train(None, *args, **kwargs)

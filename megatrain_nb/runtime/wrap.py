@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +26,11 @@ from megatrain_nb.runtime.tokens import (
     takes_num_items,
     valid_tokens,
 )
+from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.runtime.window import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from megatrain_nb.runtime.callbacks import StepResult
 
@@ -167,13 +169,19 @@ def train_step(
     if not micro_batches:
         msg = "train_step needs at least one micro-batch"
         raise ArgumentError(msg)
+    if loss_fn is None and not all(isinstance(x, Mapping) for x in micro_batches):
+        msg = (
+            "train_step needs micro-batches that the model can be called with, such as {'input_ids': ..., 'labels': ...}; "
+            "give loss_fn for others"
+        )
+        raise ArgumentError(msg)
     if offloaded.executor.norms:
         msg = "gradients are pending from an earlier backward; call optimizer.step() or optimizer.zero_grad() first"
         raise ArgumentError(msg)
     tokens = sum(valid_tokens(model, batch) for batch in micro_batches)
     if loss_fn is None:
         loss_fn = partial(_own_loss, tokens=tokens, count=len(micro_batches))
-    with interrupts_wait(offloaded.executor.stop):
+    with TURN.held("mt.train_step"), interrupts_wait(offloaded.executor.stop):
         run_window(
             offloaded,
             [partial(loss_fn, model, batch) for batch in micro_batches],
