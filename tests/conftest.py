@@ -10,7 +10,20 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from typing import TYPE_CHECKING
+
 import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True, scope="session")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Kernels that tests start remember nothing in the user's own profile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("IPYTHONDIR", str(tmp_path_factory.mktemp("ipython")))
+        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,7 +17,7 @@ from megatrain_nb.codec.names import DYNAMIC, LOSSLESS, NAMES, RAW
 from megatrain_nb.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 _EVERYTHING = "*"
 
@@ -43,12 +43,16 @@ class Compression:
 
     def asked(self, name: str) -> str:
         """Return what is asked for a parameter: a pattern matches it or a module it is in."""
-        words = name.split(".")
-        places = [".".join(words[:count]) for count in range(1, len(words) + 1)]
-        for pattern, codec in self.rules:
-            if any(fnmatchcase(place, pattern) for place in places):
-                return codec
-        return RAW
+        return next((codec for x, codec in self.rules if _matches(x, name)), RAW)
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Return the patterns that decide of none of these parameters."""
+        rules = [pattern for pattern, _ in self.rules]
+        for name in names:
+            first = next((x for x in self.rules if _matches(x[0], name)), None)
+            if first is not None and first[0] in rules:
+                rules.remove(first[0])
+        return rules
 
     def codec_of(self, name: str, shape: Sequence[int], *, table: bool) -> str:
         """Return the codec that a parameter's moments start with.
@@ -93,6 +97,13 @@ def safe_codec(asked: str, role: Role) -> str:
     if role is Role.TABLE:
         return Role.TABLE.codecs[0]
     return role.codecs[-1] if asked == DYNAMIC else asked
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a pattern is of a parameter, or of a module that it is in."""
+    words = name.split(".")
+    places = [".".join(words[:count]) for count in range(1, len(words) + 1)]
+    return any(fnmatchcase(place, pattern) for place in places)
 
 
 def parse_compression(

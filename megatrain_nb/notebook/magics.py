@@ -216,6 +216,12 @@ class MegatrainMagics(Magics):
         options = self._shell.db.get(_LAST_INIT)
         if options is None:
             raise UsageError(NO_SESSION)
+        if not Path(options["offload_dir"]).is_dir():
+            msg = (
+                f"the directory of the last %megatrain init, {options['offload_dir']}, is not there any more; "
+                "open another one with %megatrain init"
+            )
+            raise UsageError(msg)
         session = mt.init(**options)
         held = session.checkpoints()
         if not held:

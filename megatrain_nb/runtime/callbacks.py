@@ -87,7 +87,7 @@ class Callback:
     """
 
     def on_train_begin(self, total_steps: int | None) -> None:
-        """Hear that training starts; ``total_steps`` is None where it is not known (a plain loop)."""
+        """Hear that training starts, and how many steps are to come; None where it is not known (a plain loop)."""
 
     def on_layout(self, layout: Layout) -> None:
         """Hear which blocks a model has and what of it stays in RAM, whenever that is planned anew."""

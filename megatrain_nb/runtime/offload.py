@@ -123,6 +123,12 @@ class OffloadedModel:
         self.device = session.device.torch_device
         self.steps: dict[nn.Parameter, int] = {}
         self.moments: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        for pattern in session.compression.unused(
+            home.spec.name for home in layers.homes.values()
+        ):
+            session.note(
+                f"optimizer_compression: {pattern!r} decides of no parameter of {self.name}"
+            )
         self.asked = {
             home.spec.name: session.compression.asked(home.spec.name)
             for home in layers.homes.values()

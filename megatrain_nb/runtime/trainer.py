@@ -485,7 +485,7 @@ class _Reports(transformers.TrainerCallback):
         self._trainer.session.saved.num_steps = state.max_steps
         self._trainer.session.saved.after_each_step = True
         for callback in self._trainer.session.callbacks:
-            callback.on_train_begin(state.max_steps)
+            callback.on_train_begin(state.max_steps - state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         controls = self._trainer.session.controls
