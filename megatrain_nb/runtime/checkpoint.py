@@ -13,6 +13,7 @@ checkpoint that is kept may cost as much disk as the model's weights and moments
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from datetime import UTC, datetime
@@ -164,6 +165,7 @@ class Checkpoints:
                 to_json(state_of(model), tensors, model.name) for model in models
             ],
             "random": to_json(_random_state(), tensors, "random"),
+            "lr_factor": self._session.controls.lr_factor,
             "objects": {
                 name: to_json(_state(each), tensors, name)
                 for name, each in self.objects.items()
@@ -298,6 +300,7 @@ class Checkpoints:
                 if not weights_only:
                     for key, value in objects.items():
                         _load(self.objects[key], value)
+                    session.controls.lr_factor = state["lr_factor"]
                     _set_random_state(state["random"])
             except BaseException as error:
                 for model in models:
@@ -382,6 +385,7 @@ def read_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any, Any]:
         state = {
             "identity": content["identity"],
             "random": from_json(content["random"], tensors),
+            "lr_factor": _lr_factor(content["lr_factor"]),
         }
         models = [from_json(each, tensors) for each in content["models"]]
         objects = from_json(content["objects"], tensors)
@@ -396,6 +400,13 @@ def read_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any, Any]:
         msg = f"{checkpoint!r} in {checkpoint.folder} cannot be read: {error!r}"
         raise StoreError(msg) from error
     return state, models, objects
+
+
+def _lr_factor(value: Any) -> float:
+    if type(value) is not float or not 0 <= value < math.inf:
+        msg = f"lr_factor {str(value)[:80]}"
+        raise ValueError(msg)
+    return value
 
 
 def _check_between_steps(model: OffloadedModel) -> None:

@@ -134,6 +134,9 @@ def check_state(
     """
     _check_groups(model, state)
     layers = _layers_of(model, state)
+    if type(state.get("rounding_seed")) is not int:
+        msg = "the checkpoint does not say the seed of the rounding"
+        raise StoreError(msg)
     model.check_plan(layers.spec)
     known = {
         prefix + name
@@ -153,13 +156,15 @@ def check_state(
 
 def _layers_of(model: OffloadedModel, state: dict[str, Any]) -> Layers:
     """Return the model's cut with the codecs that its moments had."""
-    codecs, asked = state["codecs"], state["asked"]
+    codecs, asked = state.get("codecs"), state.get("asked")
     for given in (codecs, asked):
         if not isinstance(given, dict) or given.keys() != model.codecs.keys():
             msg = (
                 "the checkpoint does not say which codec each parameter's moments have"
             )
             raise StoreError(msg)
+    assert codecs is not None
+    assert asked is not None
     for home in model.layers.homes.values():
         name, table = home.spec.name, home.spec.name in model.layers.tables
         codec, role = codecs[name], role_of(home.spec.shape, table=table)

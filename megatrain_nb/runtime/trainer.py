@@ -492,6 +492,9 @@ class _Reports(transformers.TrainerCallback):
         self._trainer.offloaded.between_steps()
         if controls.stopping:
             control.should_training_stop = True
+            # As after the last step of all: a run that is to go on can.
+            if args.save_strategy == SaveStrategy.STEPS:
+                control.should_save = True
         if controls.logging_steps is not None:
             state.logging_steps = controls.logging_steps
 

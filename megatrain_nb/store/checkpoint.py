@@ -356,6 +356,6 @@ def _remove_empty(parent: Path) -> None:
 
 def _why_unreadable(folder: Path, why: str) -> str:
     return (
-        f"the checkpoint in {folder} cannot be read ({why}). If it is of no use, delete "
+        f"the checkpoint in {folder} cannot be read ({why[:_MAX_NAME]}). If it is of no use, delete "
         "that folder; the space of its tiles is free then"
     )

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from functools import cache
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
+from xxhash import xxh3_64_hexdigest
 
 import megatrain_nb as mt
 from megatrain_nb.codec.names import NAMES
 from megatrain_nb.runtime import chooser
 from megatrain_nb.runtime.pager import What
-from tests.runtime.common import differing, snapshot, window_step
+from megatrain_nb.store.checkpoint import read_checkpoints
+from tests.runtime.common import differing, report_of, snapshot, window_step
+from tests.runtime.models import make_model
 from tests.runtime.plain import late_twin
 from tests.runtime.test_checkpoint import opened
 from tests.runtime.test_codecs import WideLM
 from tests.runtime.test_lossless import LOSSLESS, wide
+from tests.runtime.test_resume import Dies, DiesAt, made
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
+
+    from megatrain_nb.runtime.controls import Controls
 
 FORMS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -292,3 +301,180 @@ def test_copies_on_a_device(tmp_path: Path, form: str, dtype: str, place: str) -
         run.train(20, 22)
         session.resume()
         check_end(run, run.train(SAVED, STEPS), form, dtype)
+
+
+# -- another process, mt.Trainer, damage ------------------------------------------------------------------
+
+DIES = """
+import json, os, sys
+from pathlib import Path
+import torch
+from megatrain_nb.runtime import chooser
+from tests.runtime import test_resume_codecs as tests
+
+torch.set_num_threads(1)
+chooser.FIRST_LOOK, chooser.LOOK_EVERY = 2, 3
+directory, form, what = sys.argv[1:]
+with tests.session_of(Path(directory), "mixed", form) as session:
+    run = tests.Run(0 if what != "resume" else 1, dtype="bf16")
+    first = 0
+    if what == "resume":
+        first = session.resume().step
+    losses = run.train(first, tests.STEPS if what != "die" else tests.SAVED)
+    if what == "die":
+        session.save_checkpoint()
+        run.train(tests.SAVED, tests.SAVED + 2)
+        print(json.dumps(losses), flush=True)
+        os.kill(os.getpid(), 9)
+    codes = {name: hash(value.numpy().tobytes()) for name, value in run.everything().items() if "encoded" in name}
+    print(json.dumps([losses, run.codecs, codes]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["4bit", "dynamic"])
+def test_after_kill_9_another_process_goes_on(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    losses, codecs, codes = report_of(DIES, tmp_path / "a", form, "whole")
+    assert codes
+    with pytest.raises(AssertionError):
+        report_of(DIES, tmp_path / "b", form, "die")
+    assert report_of(DIES, tmp_path / "b", form, "resume") == [
+        losses[SAVED:],
+        codecs,
+        codes,
+    ]
+
+
+def trainer_of(path: Path, seed: int = 0, *callbacks: Any, **args: Any) -> Any:
+    model = make_model("llama", seed=seed, hidden_size=64, intermediate_size=128)
+    args = {"max_steps": 8, "gradient_accumulation_steps": 2} | args
+    return made(path, model, seed, args=args, callbacks=[*callbacks])
+
+
+@pytest.mark.parametrize("form", ["dynamic", "8bit"])
+def test_crash_safe_loses_no_step(tmp_path: Path, form: str) -> None:
+    with session_of(tmp_path / "s1", "mixed", form):
+        whole = trainer_of(tmp_path / "a", save_strategy="no")
+        whole.train()
+        expected = snapshot(whole.model, whole.streamed_optimizer)
+        codecs = whole.offloaded.codecs
+    with session_of(tmp_path / "s2", "mixed", form, crash_safe="step") as session:
+        with pytest.raises(Dies):
+            trainer_of(tmp_path / "b", 0, DiesAt(5), save_strategy="no").train()
+        assert [each.step for each in session.checkpoints()] == [5]
+    with session_of(tmp_path / "s2", "disk", "fp32") as session:
+        other = trainer_of(tmp_path / "b", 3, save_strategy="no")
+        other.train(resume_from_checkpoint=True)
+        assert (
+            differing(snapshot(other.model, other.streamed_optimizer), expected) == []
+        )
+        assert other.offloaded.codecs == codecs
+
+
+class Person(transformers.TrainerCallback):
+    """Halves the rate and saves after step 2; pauses for a moment and stops after step 5."""
+
+    def __init__(self, controls: Controls) -> None:
+        self.controls = controls
+        self.stops_at = 5
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            self.controls.lr_factor = 0.5
+            self.controls.save()
+        if state.global_step == self.stops_at:
+            self.controls.pause()
+            threading.Timer(0.2, self.controls.stop).start()
+
+
+@pytest.mark.parametrize("save_steps", [3, 5])
+def test_buttons_and_checkpoints(tmp_path: Path, save_steps: int) -> None:
+    """A run that a person stopped goes on where it stopped, in a session whose buttons nobody pressed."""
+    args = {"save_steps": save_steps}
+    with session_of(tmp_path / "s1", "mixed", "4bit") as session:
+        person = Person(session.controls)
+        person.stops_at = 99
+        whole = trainer_of(tmp_path / "a", 0, person, save_strategy="no")
+        whole.train()
+        expected = snapshot(whole.model, whole.streamed_optimizer)
+    with session_of(tmp_path / "s2", "mixed", "4bit") as session:
+        person = Person(session.controls)
+        stopped = trainer_of(tmp_path / "b", 0, person, **args)
+        stopped.train()
+        assert stopped.state.global_step == 5
+        assert session.checkpoints()[-1].step == 5
+        saved = tmp_path / "b" / "step-000002"
+        assert session.controls.said == f"saved step 2 to {saved}"
+        assert (saved / "config.json").exists()
+    with session_of(tmp_path / "s2", "ram", "4bit") as session:
+        other = trainer_of(tmp_path / "b", 3, **args)
+        other.train(resume_from_checkpoint=True)
+        assert other.state.global_step == 8
+        assert session.controls.lr_factor == 0.5
+        assert (
+            differing(snapshot(other.model, other.streamed_optimizer), expected) == []
+        )
+
+
+def test_larger_moments_that_do_not_fit(tmp_path: Path) -> None:
+    interrupted(tmp_path, "disk", "fp32")
+    with session_of(tmp_path, "disk", "2bit") as session:
+        run = Run(1)
+        run.train(20, 22)
+        before, codecs = run.everything(), run.codecs
+        model = run.model._megatrain
+        spec = model.layers.with_codecs(dict.fromkeys(codecs, "raw")).spec
+        there = model.residency.disk_bytes + session.store.pinned_bytes()
+        more = spec.moments_bytes - model.layers.spec.moments_bytes
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session.store, "_max_bytes", there + more)
+            with pytest.raises(mt.BudgetError, match="max_disk_gb"):
+                session.resume()
+        assert run.codecs == codecs
+        assert differing(run.everything(), before) == []
+        session.resume()
+        check_end(run, run.train(SAVED, STEPS), "fp32")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda state: state.pop("codecs"), "does not say which codec"),
+        (lambda state: state["codecs"].popitem(), "does not say which codec"),
+        (lambda state: state.update(asked=["4bit"]), "does not say which codec"),
+        (lambda state: put_all(state["codecs"], "5bit"), "as '5bit'"),
+        (lambda state: put_all(state["codecs"], "dynamic"), "as 'dynamic'"),
+        (lambda state: put_all(state["codecs"], "2bit"), "as '2bit'"),
+        (lambda state: put_all(state["codecs"], ["2bit"]), "as \\['2bit'\\]"),
+        (lambda state: put_all(state["asked"], "lossless"), "does not know"),
+        (lambda state: put_all(state["codecs"], "raw"), "a tile '0/encoded-"),
+        (lambda state: state.update(rounding_seed="0"), "rounding"),
+    ],
+)
+def test_a_state_from_elsewhere_is_data(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], told: str
+) -> None:
+    interrupted(tmp_path, "disk", "4bit")
+    (taken,) = read_checkpoints(tmp_path)
+    path, sums = taken.folder / "state.json", taken.folder / "checksums"
+    content = json.loads(path.read_text())
+    change(content["models"][0])
+    old = xxh3_64_hexdigest(path.read_bytes())
+    path.write_text(json.dumps(content))
+    new = xxh3_64_hexdigest(path.read_bytes())
+    sums.write_text(sums.read_text().replace(old, new))
+    with session_of(tmp_path, "disk", "4bit") as session:
+        run = Run(1)
+        run.train(20, 21)
+        before = run.everything()
+        with pytest.raises(mt.StoreError, match=told):
+            session.resume()
+        assert differing(run.everything(), before) == []
+        run.train(21, 22)
+
+
+def put_all(codecs: dict[str, Any], codec: Any) -> None:
+    codecs.update(dict.fromkeys(codecs, codec))
