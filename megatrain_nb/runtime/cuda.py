@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain_nb.runtime.lanes import Work
-    from megatrain_nb.runtime.pager import Values
+    from megatrain_nb.runtime.piece import Values
 
 logger = logging.getLogger("megatrain_nb")
 

@@ -15,7 +15,7 @@ from megatrain_nb.runtime.slots import Link, Slot, SlotDevice
 if TYPE_CHECKING:
     from megatrain_nb.plan.timeline import Span
     from megatrain_nb.runtime.lanes import Work
-    from megatrain_nb.runtime.pager import Values
+    from megatrain_nb.runtime.piece import Values
 
 
 class Device(Protocol):

@@ -32,7 +32,7 @@ from megatrain_nb.runtime.kept import Keeping, loosen
 from megatrain_nb.runtime.lanes import tensor_over
 from megatrain_nb.runtime.layers import part_of
 from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.units import format_bytes
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.chunks import HOME
 from megatrain_nb.runtime.layers import part_of
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.piece import What
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -25,7 +25,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from megatrain_nb.runtime.pager import Values
+    from megatrain_nb.runtime.piece import Values
 
 # A thread's job takes milliseconds; one that takes this long waits for something that will not come.
 _PATIENCE_S = 60.0

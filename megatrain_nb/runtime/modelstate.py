@@ -11,7 +11,7 @@ from megatrain_nb.codec.choice import safe_codec
 from megatrain_nb.codec.dynamic import role_of
 from megatrain_nb.codec.names import DYNAMIC, NAMES, RAW
 from megatrain_nb.errors import ModelError, StoreError
-from megatrain_nb.runtime.pager import Piece, What, master_of, moments_of
+from megatrain_nb.runtime.piece import Piece, What, master_of, moments_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

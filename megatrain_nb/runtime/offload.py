@@ -43,7 +43,8 @@ from megatrain_nb.runtime.fuse import Fusing
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
 from megatrain_nb.runtime.logits import LargeLogits
-from megatrain_nb.runtime.pager import MOMENTS, Pager, What, moments_of
+from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.piece import MOMENTS, What, moments_of
 from megatrain_nb.runtime.recode import Moments, encode, recode
 from megatrain_nb.runtime.share import DeviceShare
 from megatrain_nb.runtime.source import MomentSource, PieceSource, encoded_of

@@ -17,7 +17,7 @@ from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import caution_of
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import MOMENTS
+from megatrain_nb.runtime.piece import MOMENTS
 from megatrain_nb.runtime.recode import ask, asked_by_groups, recode
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from megatrain_nb.codec.dynamic import role_of
 from megatrain_nb.codec.names import RAW
 from megatrain_nb.errors import ArgumentError, BudgetError, ModelError
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import Piece, What, moments_of
+from megatrain_nb.runtime.piece import Piece, What, moments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -26,7 +26,7 @@ from megatrain_nb.runtime.checkpoint import Checkpoints, check_stateful
 from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.pager import MOMENTS, What
+from megatrain_nb.runtime.piece import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.store.checkpoint import read_checkpoints, sweep

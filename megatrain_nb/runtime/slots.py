@@ -25,7 +25,7 @@ from megatrain_nb.units import format_bytes
 if TYPE_CHECKING:
     from megatrain_nb.runtime.cuda import Vram
     from megatrain_nb.runtime.lanes import Lanes, Work
-    from megatrain_nb.runtime.pager import Values
+    from megatrain_nb.runtime.piece import Values
 
 _Format = tuple[int, torch.dtype]  # elements, and what they are
 

@@ -20,7 +20,7 @@ from megatrain_nb.codec.split import Split, join, split
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.lanes import tensor_over
 from megatrain_nb.runtime.layers import part_of
-from megatrain_nb.runtime.pager import MOMENTS, What, master_of
+from megatrain_nb.runtime.piece import MOMENTS, What, master_of
 from megatrain_nb.runtime.recode import Moments, decode, encode
 from megatrain_nb.runtime.tensor import Source, StreamedTensor, streamed_tensor
 

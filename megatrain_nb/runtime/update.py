@@ -25,7 +25,7 @@ from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.encoded import EncodedSegment, update_encoded
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.chooser import Chooser
-from megatrain_nb.runtime.pager import What, states_of
+from megatrain_nb.runtime.piece import What, states_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.device import open_device
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.slots import SlotDevice
 from tests.runtime.common import wrapped
 

@@ -24,6 +24,7 @@ from megatrain_nb.runtime import (
     source,
     update,
 )
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.slots import SlotDevice
 from megatrain_nb.runtime.source import PieceSource
 from megatrain_nb.runtime.tensor import source_of, stream_parameter
@@ -323,7 +324,7 @@ def lower_halves_are_not_written(patch: pytest.MonkeyPatch) -> None:
     write = pager.Pager.write_tile
 
     def skip(self: Any, piece: Any, start: int, slab: Any) -> None:
-        if piece.what is pager.What.LOW:
+        if piece.what is What.LOW:
             self.pool.give(slab)
         else:
             write(self, piece, start, slab)
@@ -345,7 +346,7 @@ def a_tile_of_lower_halves_is_shifted(patch: pytest.MonkeyPatch) -> None:
     read = pager.Pager.read_tile
 
     def shifted(self: Any, piece: Any, start: int, stop: int, **kwargs: Any) -> Any:
-        if piece.what is pager.What.LOW and start == self.tile_numel:
+        if piece.what is What.LOW and start == self.tile_numel:
             return read(self, piece, 0, stop - start, **kwargs)
         return read(self, piece, start, stop, **kwargs)
 

@@ -17,7 +17,8 @@ from torch import nn
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.offload import offload
-from megatrain_nb.runtime.pager import Pager, What
+from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.tilefile import TileFile
 from tests.runtime.common import (
     VOCABULARY,

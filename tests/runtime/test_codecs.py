@@ -23,7 +23,8 @@ from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import EncodedSegment
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import offload, update
-from megatrain_nb.runtime.pager import Pager, What
+from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.source import encoded_of
 from tests.codec.common import decoded, encoded
 from tests.optim.test_encoded import twin

@@ -16,7 +16,8 @@ from megatrain_nb.runtime import session as session_module
 from megatrain_nb.runtime.device import HostDevice, open_device
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.lanes import BlockingLanes, ThreadLanes
-from megatrain_nb.runtime.pager import Pager, Piece, What
+from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.piece import Piece, What
 from megatrain_nb.runtime.share import DeviceShare
 from megatrain_nb.runtime.slots import SlotDevice
 from tests.runtime.common import (

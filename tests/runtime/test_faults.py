@@ -18,7 +18,8 @@ import megatrain_nb as mt
 from megatrain_nb.optim import adamw
 from megatrain_nb.runtime.offload import OffloadedModel
 from megatrain_nb.runtime.optimizer import AdamW
-from megatrain_nb.runtime.pager import Pager, What
+from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.store import host, tilefile
 from tests.runtime.common import (
     Layer,

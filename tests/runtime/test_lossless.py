@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import megatrain_nb as mt
-from megatrain_nb.runtime.pager import MOMENTS, Pager, What
+from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.piece import MOMENTS, What
 from megatrain_nb.store.disk import DATA_NAME
 from tests.runtime.common import (
     WIDTH,

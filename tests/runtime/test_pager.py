@@ -12,7 +12,8 @@ import pytest
 import megatrain_nb as mt
 from megatrain_nb.plan.memory import Residency
 from megatrain_nb.plan.model import PackSpec, pack_params
-from megatrain_nb.runtime.pager import Pager, What
+from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from tests.runtime.common import TinyLM, opened, seeded, window_step, wrapped

@@ -22,6 +22,7 @@ from megatrain_nb.runtime import (
     update,
     window,
 )
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.session import current_session
 from tests.runtime.models import ARCHITECTURES, covering
 from tests.runtime.plain import (
@@ -125,7 +126,7 @@ def weights_are_not_written(patch: pytest.MonkeyPatch) -> None:
     settle = pager.Pager.settle
 
     def clean(self: Any, piece: Any) -> None:
-        if piece.what is pager.What.WEIGHTS and piece.pack.index == 1:
+        if piece.what is What.WEIGHTS and piece.pack.index == 1:
             piece.dirty = piece.dirty and not optimizer_has_stepped()
         settle(self, piece)
 
@@ -141,7 +142,7 @@ def moments_are_not_written(patch: pytest.MonkeyPatch) -> None:
     write = pager.Pager.write_tile
 
     def skip(self: Any, piece: Any, start: int, slab: Any) -> None:
-        if piece.what is pager.What.EXP_AVG_SQ and start > 0:
+        if piece.what is What.EXP_AVG_SQ and start > 0:
             self.pool.give(slab)
         else:
             write(self, piece, start, slab)
@@ -153,7 +154,7 @@ def gradients_are_not_written(patch: pytest.MonkeyPatch) -> None:
     settle = pager.Pager.settle
 
     def clean(self: Any, piece: Any) -> None:
-        if piece.what is pager.What.GRADS:
+        if piece.what is What.GRADS:
             piece.dirty = False
         settle(self, piece)
 
@@ -164,7 +165,7 @@ def a_tile_is_shifted(patch: pytest.MonkeyPatch) -> None:
     read = pager.Pager.read_tile
 
     def shifted(self: Any, piece: Any, start: int, stop: int, **kwargs: Any) -> Any:
-        if piece.what is pager.What.EXP_AVG and start == self.tile_numel:
+        if piece.what is What.EXP_AVG and start == self.tile_numel:
             return read(self, piece, 0, stop - start, **kwargs)
         return read(self, piece, start, stop, **kwargs)
 

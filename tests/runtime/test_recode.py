@@ -12,7 +12,7 @@ import megatrain_nb as mt
 from megatrain_nb.codec import base
 from megatrain_nb.codec.base import Key
 from megatrain_nb.runtime import chooser, offload
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.disk import DiskStore
 from tests.codec.common import encoded
 from tests.runtime.common import differing, plain_step, snapshot, window_step

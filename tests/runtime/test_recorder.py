@@ -15,7 +15,8 @@ from megatrain_nb.plan.layout import Layout
 from megatrain_nb.plan.model import pack_params
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.callbacks import StepResult
-from megatrain_nb.runtime.pager import Pager, What
+from megatrain_nb.runtime.pager import Pager
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.recorder import MAX_SPANS, Recorder
 from megatrain_nb.runtime.recording import follow
 from megatrain_nb.store.disk import DiskStore

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 import megatrain_nb as mt
 from megatrain_nb.codec.names import NAMES
 from megatrain_nb.runtime import chooser
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.checkpoint import read_checkpoints
 from tests.runtime.common import differing, report_of, snapshot, window_step
 from tests.runtime.models import make_model

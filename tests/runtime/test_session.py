@@ -18,7 +18,7 @@ import torch
 
 import megatrain_nb as mt
 from megatrain_nb.runtime import session as session_module
-from megatrain_nb.runtime.pager import What
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.tilefile import TileFile
 from tests.runtime.common import (
     TinyLM,
