@@ -19,6 +19,7 @@ from megatrain_nb.notebook.parser import overview
 
 if TYPE_CHECKING:
     import types
+    from pathlib import Path
 
 INIT = "init --offload-dir /nvme/run --max-ram 2GB --device cpu"
 
@@ -77,9 +78,14 @@ def test_checkpoints_and_resume(
 
 
 def test_resume_remembers_the_directory(
-    shell: Any, fake: types.ModuleType, capsys: pytest.CaptureFixture[str]
+    shell: Any,
+    fake: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
-    run(shell, f"%megatrain {INIT};")
+    directory = tmp_path / "run"
+    directory.mkdir()
+    run(shell, f"%megatrain init --offload-dir {directory};")
     options = fake.current.options
     fake.current.close()
     run(shell, "s = %megatrain resume")
@@ -87,6 +93,11 @@ def test_resume_remembers_the_directory(
     assert fake.current.options == options
     told = capsys.readouterr().out
     assert "last checkpoint: 'step-4', step 4 of 9. Run the cells" in told
+    fake.current.close()
+    directory.rmdir()
+    run(shell, "%megatrain resume")
+    assert "is not there any more; open another" in capsys.readouterr().err
+    assert not directory.exists()
 
 
 def test_variables_and_home_are_expanded(

@@ -63,9 +63,9 @@ def test_train_interrupt_and_go_on(kernel: Kernel, tmp_path: Path) -> None:
     reply, messages = kernel.finish(msg_id, timeout=60)
     assert reply["ename"] == "Interrupted"
     told = reply["evalue"]
-    # Only our view and the chart: transformers' own progress display and its log lines keep quiet.
-    (chart,) = of_type(messages, "display_data")
-    assert chart["data"]["text/plain"].startswith("Chart of the run: ")
+    # Only our view, and a chart if there were steps enough: transformers' own progress and log lines keep quiet.
+    for chart in of_type(messages, "display_data"):
+        assert chart["data"]["text/plain"].startswith("Chart of the run: ")
     assert "loss" not in stream(messages)
     last = [m["content"]["data"]["text/plain"] for m in messages if is_view(m)][-2:]
     assert any(" of 100000 (interrupted): loss " in text for text in last)
