@@ -42,8 +42,8 @@ lint: install ## style and import direction
 types: install ## mypy, strict
 	$(BIN)/mypy
 
-unit: install ## tests and doctests
-	$(BIN)/pytest
+unit: install ## tests and doctests, two at a time
+	$(BIN)/pytest --numprocesses 2
 
 nojit: install ## the kernels' tests again as plain Python, without numba's compiler
 	NUMBA_DISABLE_JIT=1 $(BIN)/pytest $(wildcard tests/codec) tests/optim
