@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.displayhook import DisplayHook
 
-from megatrain_nb.runtime.turn import TURN
+from megatrain_nb.runtime.claim import CLAIM
 
 if TYPE_CHECKING:
     from types import CodeType, TracebackType
@@ -104,7 +104,7 @@ class Body:
 
     def _run(self) -> None:
         try:
-            with TURN.held("a %%megatrain cell"):
+            with CLAIM.held("a %%megatrain cell"):
                 self.value = self._evaluate()
         except BaseException as error:
             self.error = error

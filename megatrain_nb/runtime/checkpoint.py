@@ -31,6 +31,7 @@ from megatrain_nb.errors import (
     StoreError,
 )
 from megatrain_nb.plan.memory import written_bytes
+from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.modelstate import (
     check_same,
@@ -40,7 +41,6 @@ from megatrain_nb.runtime.modelstate import (
     state_of,
 )
 from megatrain_nb.runtime.tree import from_json, to_json
-from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.store.base import round_up
 from megatrain_nb.store.checkpoint import (
     Label,
@@ -134,7 +134,7 @@ class Checkpoints:
         """
         session = self._session
         with (
-            TURN.held("saving a checkpoint"),
+            CLAIM.held("saving a checkpoint"),
             interrupts_wait(session.stop_event, breakable=False),
         ):
             models = session.usable_models()
@@ -271,7 +271,7 @@ class Checkpoints:
         session = self._session
         checkpoint = self.get(name)
         with (
-            TURN.held("going on from a checkpoint"),
+            CLAIM.held("going on from a checkpoint"),
             interrupts_wait(session.stop_event, breakable=False),
         ):
             models = session.usable_models()

@@ -26,6 +26,7 @@ from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
 from megatrain_nb.runtime.bound import Bound
 from megatrain_nb.runtime.call import BlockCall, keep_weights
+from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.gradients import Gradients
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.kept import Keeping, loosen
@@ -33,7 +34,6 @@ from megatrain_nb.runtime.lanes import tensor_over
 from megatrain_nb.runtime.layers import part_of
 from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
 from megatrain_nb.runtime.piece import What
-from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -551,7 +551,7 @@ class Executor:
         StoreError
             A write failed, so the store no longer holds the model's last state.
         """
-        TURN.check()
+        CLAIM.check()
         if self.unusable:
             raise SessionError(self.unusable)
         if self.pager.broken:

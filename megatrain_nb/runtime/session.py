@@ -23,12 +23,12 @@ from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.checkpoint import Checkpoints, check_stateful
+from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.piece import MOMENTS, What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
-from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.store.checkpoint import read_checkpoints, sweep
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
@@ -197,7 +197,7 @@ class Session:
         SessionError
             Another thread trains.
         """
-        TURN.check()
+        CLAIM.check()
         self._close()
 
     def _close(self) -> None:
@@ -345,7 +345,7 @@ class Session:
 
     def remove_checkpoint(self, name: str) -> None:
         """Delete a checkpoint; what only it held of the disk is free then."""
-        TURN.check()
+        CLAIM.check()
         self.saved.remove(self.saved.get(name))
 
     def export_checkpoint(self, name: str | None, folder: str | Path) -> Path:
@@ -401,7 +401,7 @@ class Session:
 
     def check_in(self) -> None:
         """Make room before a model moves in: let go of those that nobody holds any more."""
-        TURN.check()
+        CLAIM.check()
         if self._models:
             gc.collect()
         self._let_go()
@@ -682,7 +682,7 @@ def init(
         Another process owns the directory.
     """
     global _current  # noqa: PLW0603
-    TURN.check()
+    CLAIM.check()
     if crash_safe not in (None, "step"):
         msg = f'crash_safe={crash_safe!r} is not known; give "step" or None'
         raise ArgumentError(msg)

@@ -18,6 +18,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from megatrain_nb.errors import ArgumentError
+from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import (
     AdamW,
@@ -36,7 +37,6 @@ from megatrain_nb.runtime.runs import (
 )
 from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import valid_tokens
-from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.runtime.wrap import run_window
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class Trainer(transformers.Trainer):
         SessionError
             Another thread trains.
         """
-        with TURN.held("mt.Trainer.train"):
+        with CLAIM.held("mt.Trainer.train"):
             return self._begin(resume_from_checkpoint, *args, **kwargs)
 
     def _begin(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:

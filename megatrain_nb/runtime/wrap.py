@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, ModelError
+from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import (
@@ -26,7 +27,6 @@ from megatrain_nb.runtime.tokens import (
     takes_num_items,
     valid_tokens,
 )
-from megatrain_nb.runtime.turn import TURN
 from megatrain_nb.runtime.window import Window
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def train_step(
     tokens = sum(valid_tokens(model, batch) for batch in micro_batches)
     if loss_fn is None:
         loss_fn = partial(_own_loss, tokens=tokens, count=len(micro_batches))
-    with TURN.held("mt.train_step"), interrupts_wait(offloaded.executor.stop):
+    with CLAIM.held("mt.train_step"), interrupts_wait(offloaded.executor.stop):
         run_window(
             offloaded,
             [partial(loss_fn, model, batch) for batch in micro_batches],

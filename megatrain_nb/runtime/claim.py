@@ -1,9 +1,9 @@
 """Who may use the models: one thread at a time.
 
-[Note: the turn] What runs for long (a training, a ``%%megatrain`` cell) holds the turn; whoever comes from another
+[Note: the claim] What runs for long (a training, a ``%%megatrain`` cell) holds the claim; whoever comes from another
 thread meanwhile is refused with a sentence, before anything of the run has changed. What may come from any
 thread does not ask: `Session.stop`, `Session.status`, `Session.controls`. Neither does autograd, whose backward
-for a GPU runs on threads of its own while the one that holds the turn waits.
+for a GPU runs on threads of its own while the one that holds the claim waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-class Turn:
+class Claim:
     """Held by one thread, as often as it likes, or by none."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Turn:
 
     @contextmanager
     def held(self, what: str) -> Iterator[None]:
-        """Hold the turn; ``what`` says for what, in an error that another thread gets.
+        """Hold the claim; ``what`` says for what, in an error that another thread gets.
 
         Raises
         ------
@@ -51,7 +51,7 @@ class Turn:
                     self._holder = None
 
     def check(self) -> None:
-        """Raise SessionError if another thread holds the turn."""
+        """Raise SessionError if another thread holds the claim."""
         if self._holder is None or self._holder is threading.current_thread():
             return
         with self._lock:
@@ -73,5 +73,5 @@ def _in_backward() -> bool:
     return torch is not None and torch._C._current_graph_task_id() != -1
 
 
-TURN = Turn()
+CLAIM = Claim()
 """The process's: it has one session at a time."""

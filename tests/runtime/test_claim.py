@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatrain_nb as mt
-from megatrain_nb.runtime.turn import TURN, Turn
+from megatrain_nb.runtime.claim import CLAIM, Claim
 from tests.runtime.common import (
     TinyLM,
     batch,
@@ -96,22 +96,22 @@ def test_others_are_refused_while_a_step_runs(tmp_path: Path) -> None:
 
 
 def test_it_is_held_as_often_as_a_thread_likes_and_free_afterwards() -> None:
-    turn = Turn()
-    with turn.held("one"), turn.held("two"):
-        turn.check()
-        found = refused_elsewhere(turn)
+    claim = Claim()
+    with claim.held("one"), claim.held("two"):
+        claim.check()
+        found = refused_elsewhere(claim)
     assert "one uses the models now" in found
-    assert refused_elsewhere(turn) == ""
+    assert refused_elsewhere(claim) == ""
 
 
 def test_a_thread_that_is_gone_holds_nothing() -> None:
-    turn = Turn()
-    thread = threading.Thread(target=turn.held("a dead one").__enter__)
+    claim = Claim()
+    thread = threading.Thread(target=claim.held("a dead one").__enter__)
     thread.start()
     thread.join()
-    turn.check()
-    with turn.held("another"):
-        assert "another uses" in refused_elsewhere(turn)
+    claim.check()
+    with claim.held("another"):
+        assert "another uses" in refused_elsewhere(claim)
 
 
 def test_backward_on_a_thread_of_autograds_own_is_the_holders() -> None:
@@ -124,7 +124,7 @@ def test_backward_on_a_thread_of_autograds_own_is_the_holders() -> None:
 
         @staticmethod
         def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
-            TURN.check()  # another thread's, as this one is for the holder's
+            CLAIM.check()  # another thread's, as this one is for the holder's
             found.append(True)
             return grad
 
@@ -133,7 +133,7 @@ def test_backward_on_a_thread_of_autograds_own_is_the_holders() -> None:
     release, held = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with TURN.held("a step"):
+        with CLAIM.held("a step"):
             held.set()
             release.wait(SECONDS)
 
@@ -143,7 +143,7 @@ def test_backward_on_a_thread_of_autograds_own_is_the_holders() -> None:
     try:
         y.backward()
         with pytest.raises(mt.SessionError, match="a step uses"):
-            TURN.check()
+            CLAIM.check()
     finally:
         release.set()
         thread.join(SECONDS)
@@ -158,13 +158,13 @@ def refusal(attempt: Callable[[], object]) -> str:
     return ""
 
 
-def refused_elsewhere(turn: Turn) -> str:
+def refused_elsewhere(claim: Claim) -> str:
     """Return what a check says in another thread."""
     found = []
 
     def check() -> None:
         try:
-            turn.check()
+            claim.check()
             found.append("")
         except mt.SessionError as error:
             found.append(str(error))
