@@ -100,7 +100,22 @@ class Over:
         return self._times
 
 
-class BlockingLanes:
+class _HostClock:
+    """The compute lane's time where the host alone can tell it."""
+
+    def begin(self) -> Work:
+        """Return this moment."""
+        return Over()
+
+    def since(self, begin: Work) -> Work:
+        """Return the time from a moment until now, as the host sees it."""
+        return Over(begin.times()[0], time.perf_counter())
+
+    def end_step(self) -> None:
+        """Nothing to note: there is one clock."""
+
+
+class BlockingLanes(_HostClock):
     """No lanes of their own: every copy is over when it returns.
 
     For devices that torch can copy to, and of which nothing else is known here (Apple's MPS).
@@ -129,17 +144,6 @@ class BlockingLanes:
         """Fill memory with NaN."""
         values.fill_(torch.nan)
         return Over()
-
-    def begin(self) -> Work:
-        """Return this moment."""
-        return Over()
-
-    def since(self, begin: Work) -> Work:
-        """Return the time from a moment until now, as the host sees it."""
-        return Over(begin.times()[0], time.perf_counter())
-
-    def end_step(self) -> None:
-        """Nothing to note."""
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -189,7 +193,7 @@ class _Thread:
         self._pool.shutdown()
 
 
-class ThreadLanes:
+class ThreadLanes(_HostClock):
     """The twin of CUDA's streams, in a machine's own memory.
 
     Parameters
@@ -240,17 +244,6 @@ class ThreadLanes:
     def poison(self, values: Tensor, after: Work | None) -> Work:
         """Fill memory with NaN on the third thread."""
         return self._end.give(lambda: values.fill_(torch.nan), after)
-
-    def begin(self) -> Work:
-        """Return this moment: this thread computes at once."""
-        return Over()
-
-    def since(self, begin: Work) -> Work:
-        """Return the time from a moment until now."""
-        return Over(begin.times()[0], time.perf_counter())
-
-    def end_step(self) -> None:
-        """Nothing to note: there is one clock."""
 
     def close(self) -> None:
         """End the threads."""

@@ -163,8 +163,7 @@ class Pager:
         try:
             self._tell("ENTER", self._key(piece), 0 if blank else self._stored(piece))
             for start, stop in () if blank else piece.pack.tiles(self.tile_numel):
-                first, end = piece.span(start, stop)
-                out = slab.view(np.uint8, first, end - first)
+                out = piece.bytes_in(slab, start, stop)
                 future = self._read(piece, start, stop, out)
                 if future is not None:
                     piece.loading.append(future)
@@ -260,8 +259,7 @@ class Pager:
         tiles = self._tiles(piece)
         landing = _Landing(len(tiles), slab, self.pool)
         for key, start, stop in tiles:
-            first, end = piece.span(start, stop)
-            self._write(piece, key, slab.view(np.uint8, first, end - first), landing)
+            self._write(piece, key, piece.bytes_in(slab, start, stop), landing)
 
     def lend(self, pack: int, what: What, until: Work) -> None:
         """Note that a device copies out of a piece in use, or into it; whoever needs it next waits for the end."""
@@ -480,11 +478,10 @@ class Pager:
         """Write a piece that stays in RAM; if that fails, RAM still has it and nothing is lost."""
         slab = piece.slab
         assert slab is not None
-        writes = []
-        for key, start, stop in self._tiles(piece):
-            first, end = piece.span(start, stop)
-            data = slab.view(np.uint8, first, end - first)
-            writes.append(self.put(piece, key, data))
+        writes = [
+            self.put(piece, key, piece.bytes_in(slab, start, stop))
+            for key, start, stop in self._tiles(piece)
+        ]
         for write in writes:  # until the last has ended, the slab is the store's
             with suppress(Exception):
                 wait(write, what=f"writing the {piece}")

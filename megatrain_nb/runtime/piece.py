@@ -138,6 +138,11 @@ class Piece:
         size = self.dtype.itemsize
         return self.values()[first // size : end // size]
 
+    def bytes_in(self, slab: Slab, start: int, stop: int) -> NDArray[np.uint8]:
+        """Return the bytes of a tile in a slab that holds the whole piece."""
+        first, end = self.span(start, stop)
+        return slab.view(np.uint8, first, end - first)
+
     def over(self, slab: Slab, start: int, stop: int) -> Values:
         """Return the values of a tile in a slab of its own."""
         first, end = self.span(start, stop)
