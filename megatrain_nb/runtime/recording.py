@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.plan.history import StepRow
 from megatrain_nb.plan.layout import Layout
-from megatrain_nb.plan.timeline import Span
+from megatrain_nb.plan.timeline import HIT, Span
 from megatrain_nb.runtime.recorder import Recorder
 
 if TYPE_CHECKING:
     from megatrain_nb.runtime.session import Session
 
 _FORMAT = 1
-_INSTANTS = ("BEGIN", "ENTER", "LEAVE", "UNLOAD")
+# What has no lane here is a moment: it lasts no time.
 _LANES = {
     "FORWARD": "compute",
     "BACKWARD": "compute",
@@ -267,9 +267,9 @@ def _events(spans: list[Span], layout: Layout | None) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         lane = _LANES.get(span.kind)
-        if lane is None or span.kind in _INSTANTS:
+        if lane is None:
             continue
-        if span.kind == "NEED" and span.outcome == "hit":
+        if span.kind == "NEED" and span.outcome == HIT:
             continue
         row = _free_row(rows.setdefault(lane, []), span)
         number = numbers.setdefault((lane, row), len(numbers) + 1)
