@@ -19,18 +19,10 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import StepResult
     from megatrain_nb.runtime.recorder import Now
+    from megatrain_nb.runtime.status import TierStatus
 
 _NUM_RECENT = 8
 _MAX_POINTS = 240
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierUse:
-    """Bytes of one tier: now, at peak, and the most it may hold (None: no limit)."""
-
-    used_bytes: int
-    peak_bytes: int
-    limit_bytes: int | None
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -83,7 +75,7 @@ class Snapshot:
     elapsed_s: float = 0.0
     left_s: float | None = None
     losses: list[tuple[int, float]] = field(default_factory=list)
-    tiers: dict[str, TierUse] = field(default_factory=dict)
+    tiers: dict[str, TierStatus] = field(default_factory=dict)
     layout: Layout | None = None
     now: Now | None = None
     rows: list[StepRow] = field(default_factory=list)
@@ -153,7 +145,7 @@ class Progress(Callback):
         last = self._last
         return last.step if last else 0
 
-    def snapshot(self, state: str, tiers: dict[str, TierUse]) -> Snapshot:
+    def snapshot(self, state: str, tiers: dict[str, TierStatus]) -> Snapshot:
         """Return what is known now."""
         with self._lock:
             now_s = self._clock()

@@ -35,7 +35,8 @@ from megatrain_nb.notebook.pictures import (
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from megatrain_nb.notebook.progress import Snapshot, TierUse
+    from megatrain_nb.notebook.progress import Snapshot
+    from megatrain_nb.runtime.status import TierStatus
 
 _CAUSES = {
     "compute": ("compute", BLUE),
@@ -249,7 +250,7 @@ def _memory(snap: Snapshot) -> str:
     return title("Memory: now, peak, budget") + rows
 
 
-def _tier_bar(tier: TierUse) -> str:
+def _tier_bar(tier: TierStatus) -> str:
     whole = tier.limit_bytes or max(tier.peak_bytes, tier.used_bytes, 1)
     now, peak = tier.used_bytes / whole, tier.peak_bytes / whole
     colour = BLUE
@@ -263,14 +264,14 @@ def _tier_bar(tier: TierUse) -> str:
     return bar(parts, height=10, title=told)
 
 
-def _tier_html(tier: TierUse) -> str:
+def _tier_html(tier: TierStatus) -> str:
     return (
         f"<b>{format_bytes(tier.used_bytes)}</b> "
         f'<span style="{MUTED}">{_peak_text(tier)}</span>'
     )
 
 
-def _peak_text(tier: TierUse) -> str:
+def _peak_text(tier: TierStatus) -> str:
     limit = (
         f"budget {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else "no limit"
     )

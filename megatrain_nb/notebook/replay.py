@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.notebook import chart, render
-from megatrain_nb.notebook.progress import Progress, Snapshot, TierUse
+from megatrain_nb.notebook.progress import Progress, Snapshot
 from megatrain_nb.notebook.view import fill
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.recording import Replayed, load
+from megatrain_nb.runtime.status import TierStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,10 +71,7 @@ def _snapshot(found: Replayed) -> Snapshot:
     snap = progress.snapshot("recorded", {})
     snap.num_done = sum(row.count for row in rows)
     snap.left_s = None
-    snap.tiers = {
-        name: TierUse(used_bytes=now, peak_bytes=peak, limit_bytes=limit)
-        for name, (now, peak, limit) in found.tiers.items()
-    }
+    snap.tiers = {name: TierStatus(*each) for name, each in found.tiers.items()}
     fill(snap, found.recorder)
     snap.now = None  # nothing is anywhere now
     if not found.ended:
