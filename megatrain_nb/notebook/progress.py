@@ -135,11 +135,6 @@ class Progress(Callback):
         return self._began
 
     @property
-    def num_done(self) -> int:
-        """Steps done since training began."""
-        return self._num_done
-
-    @property
     def step(self) -> int:
         """The last complete step, as the model counts; 0 before the first."""
         last = self._last
