@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.recorder import Now
     from megatrain_nb.runtime.status import TierStatus
 
-_NUM_RECENT = 8
+NUM_RECENT = 8  # what is said of the last steps is said of so many
 _MAX_POINTS = 240
 
 
@@ -105,8 +105,8 @@ class Progress(Callback):
         self._total: int | None = None
         self._num_done = 0
         self._last: StepResult | None = None
-        self._recent: deque[StepResult] = deque(maxlen=_NUM_RECENT)
-        self._ends_s: deque[float] = deque(maxlen=4 * _NUM_RECENT)
+        self._recent: deque[StepResult] = deque(maxlen=NUM_RECENT)
+        self._ends_s: deque[float] = deque(maxlen=4 * NUM_RECENT)
         self._losses = Thinned()
 
     def on_train_begin(self, total_steps: int | None) -> None:
