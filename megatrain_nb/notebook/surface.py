@@ -223,8 +223,9 @@ def _toggle(controls: Controls) -> None:
 def _put(handle: DisplayHandle | None, bundle: dict[str, Any]) -> DisplayHandle | None:
     """Draw in place of what the handle shows, or in a new place; return the handle of it."""
     if handle is None:
-        return display(bundle, raw=True, display_id=True)
-    handle.update(bundle, raw=True)
+        handle = display(bundle, raw=True, display_id=True)
+    else:
+        handle.update(bundle, raw=True)
     return handle
 
 
