@@ -9,7 +9,6 @@ from megatrain_nb.notebook.progress import Progress, Snapshot
 from megatrain_nb.notebook.view import fill
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.recording import Replayed, load
-from megatrain_nb.runtime.status import TierStatus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,10 +67,9 @@ def _snapshot(found: Replayed) -> Snapshot:
     for row in rows:
         now_s = row.end_s
         progress.on_step_end(_result(row))
-    snap = progress.snapshot("recorded", {})
+    snap = progress.snapshot("recorded", found.tiers)
     snap.num_done = sum(row.count for row in rows)
     snap.left_s = None
-    snap.tiers = {name: TierStatus(*each) for name, each in found.tiers.items()}
     fill(snap, found.recorder)
     snap.now = None  # nothing is anywhere now
     if not found.ended:
