@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,7 +54,7 @@ def layer_strip(layout: Layout, now: Now) -> str:
     doing = "nothing computes now"
     if now.computing is not None:
         block, kind = now.computing
-        doing = f"{kind.lower()} of {layout.blocks[block]}"
+        doing = f"{kind.lower()} of {_name(layout, block)}"
     in_ram = now.in_ram.sum() / max(whole.sum(), 1.0)
     told = (
         f"{len(layout.blocks)} blocks, first to last; {doing}; {in_ram:.0%} of weights, "
@@ -81,7 +82,7 @@ def layer_strip(layout: Layout, now: Now) -> str:
         f'<div style="display:flex;gap:8px"><div style="flex:none;width:52px;'
         f'padding-top:3px">{labels}</div><div style="flex:1 1 auto;min-width:0">'
         f"{image(strip(layout, now), told, height=height)}"
-        f"{between(layout.blocks[0], layout.blocks[-1])}</div></div>"
+        f"{between(_name(layout, 0), _name(layout, -1))}</div></div>"
         f"{legend(colours, small=True)}"
     )
 
@@ -162,7 +163,7 @@ def slowest(layout: Layout, rows: Sequence[StepRow]) -> str:
     stall = stall / sum(row.count for row in recent)
     order = np.argsort(stall)[::-1][:_MAX_SLOW]
     named = ", ".join(
-        f"{layout.blocks[block]} {format_seconds(stall[block])}"
+        f"{_name(layout, block)} {format_seconds(stall[block])}"
         for block in order
         if stall[block] > 0
     )
@@ -258,6 +259,11 @@ def _bandwidth(
         return ""
     drawn = curves(lines, low=0.0, high=max(best, most), mark=best or None)
     return image(svg_address(drawn), told, height=56)
+
+
+def _name(layout: Layout, block: int) -> str:
+    """Return a block's name for HTML: it is the model's, or comes from a file."""
+    return escape(layout.blocks[block])
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -224,11 +224,11 @@ def _bound(snap: Snapshot) -> str:
     count = sum(row.count for row in recent)
     bound = max(least, key=least.__getitem__)
     needs = ", ".join(
-        f"{resource} {format_seconds(seconds / count)}"
+        f"{_html.escape(resource)} {format_seconds(seconds / count)}"
         for resource, seconds in least.items()
     )
     return (
-        f'<div style="margin-top:4px"><b>{least[bound] / wall:.0%}</b> of what {bound} '
+        f'<div style="margin-top:4px"><b>{least[bound] / wall:.0%}</b> of what {_html.escape(bound)} '
         f'allows <span style="{MUTED}">(least time a step: {needs})</span></div>'
     )
 

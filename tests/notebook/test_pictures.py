@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -220,4 +221,7 @@ def test_whole_page_is_safe_told_and_small(blocks: int) -> None:
 def test_names_are_escaped() -> None:
     snap = full_snapshot()
     snap.said = "<script>"
+    assert snap.layout is not None
+    snap.layout = replace(snap.layout, blocks=("<script>",) * 4)
+    snap.rows[-1].least_seconds = {"<script>": 9.0}
     assert "<script>" not in page(snap)
