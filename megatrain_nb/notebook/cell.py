@@ -41,21 +41,31 @@ class Interrupted(Exception):  # noqa: N818 - shown to the user as this one word
 
 
 class Run:
-    """One ``%%megatrain`` cell: its body, its views, and how it is waited for."""
+    """One ``%%megatrain`` cell: its body, its views, and how it is waited for.
+
+    Attributes
+    ----------
+    in_background
+        Whether the cell returns at once.
+    """
 
     def __init__(
-        self, body: Body, watch: Watch, open_surface: Callable[[], Surface] | None
+        self,
+        body: Body,
+        watch: Watch,
+        open_surface: Callable[[], Surface] | None,
+        *,
+        in_background: bool,
     ) -> None:
+        self.in_background = in_background
         self._body = body
         self._watch = watch
         self._open_surface = open_surface
         self._views = [View(watch, open_surface)] if open_surface else []
         self._tick: Tick | None = None
-        self._in_background = False
         self._num_signals = 0
         self._num_handled = 0
         self._stop_s: float | None = None
-        self._asked_to_stop = False
 
     @property
     def running(self) -> bool:
@@ -87,7 +97,6 @@ class Run:
 
     def start(self) -> None:
         """Let the body run in the background."""
-        self._in_background = True
         self._start()
         self._tick = Tick(self._waiting, lambda: self._end(self._body.error))
 
@@ -185,19 +194,15 @@ class Run:
 
     def _end(self, error: BaseException | None) -> None:
         """Note how the body ended, draw it in every view, and let go of the session."""
-        interrupted = self._stop_s is not None and (
-            error is None or isinstance(error, KeyboardInterrupt)
-        )
-        asked = error is None or isinstance(error, KeyboardInterrupt)
+        as_asked = error is None or isinstance(error, KeyboardInterrupt)
         controls = self._watch.controls
-        self._asked_to_stop = controls is not None and controls.was_stopped
-        if interrupted:
+        if as_asked and self._stop_s is not None:
             self._watch.state = "interrupted"
-        elif self._asked_to_stop and asked:
+        elif as_asked and controls is not None and controls.was_stopped:
             self._watch.state = "stopped"
         else:
             self._watch.state = "done" if error is None else "failed"
-        if self._watch.state == "failed" and self._in_background:
+        if self._watch.state == "failed" and self.in_background:
             self._watch.note = f"{type(error).__name__}: {error}"
         if controls is not None:
             controls.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import escape
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,22 +12,25 @@ from megatrain_nb.notebook.parts import (
     bar,
     between,
     image,
-    legend_item,
+    legend,
     title,
 )
 from megatrain_nb.notebook.pictures import (
-    BAND_HEIGHTS,
     BLUE,
+    GAP,
     GREEN,
     ORANGE,
     PINK,
     RED,
     SKY,
+    band_heights,
     curves,
     heat,
     strip,
     svg_address,
 )
+from megatrain_nb.notebook.progress import NUM_RECENT
+from megatrain_nb.plan.timeline import HIT, LATE, MISS
 from megatrain_nb.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -41,7 +45,6 @@ if TYPE_CHECKING:
 
 _ON_DISK = "rgba(128,128,128,.35)"
 _MAP_STEPS = 64
-_RECENT = 8
 _MAX_SLOW = 3
 
 
@@ -51,46 +54,36 @@ def layer_strip(layout: Layout, now: Now) -> str:
     doing = "nothing computes now"
     if now.computing is not None:
         block, kind = now.computing
-        doing = f"{kind.lower()} of {layout.blocks[block]}"
+        doing = f"{kind.lower()} of {_name(layout, block)}"
     in_ram = now.in_ram.sum() / max(whole.sum(), 1.0)
     told = (
         f"{len(layout.blocks)} blocks, first to last; {doing}; {in_ram:.0%} of weights, "
         f"gradients and states in RAM, {format_bytes(now.arriving.sum())} arriving, "
         f"{format_bytes(now.leaving.sum())} leaving"
     )
-    names = [
-        "now",
-        *([] if layout.in_place else ["device"]),
-        "weights",
-        "grads",
-        "states",
-    ]
-    heights = [7, *([] if layout.in_place else [12]), *BAND_HEIGHTS]
+    heights = band_heights(layout)
     labels = "".join(
-        f'<div style="height:{height}px;line-height:{height}px;margin-bottom:3px;'
+        f'<div style="height:{height}px;line-height:{height}px;margin-bottom:{GAP}px;'
         f'font-size:11px;{MUTED}">{"" if name == "now" else name}</div>'
-        for name, height in zip(names, heights, strict=True)
+        for name, height in heights.items()
     )
-    height = sum(heights) + 3 * (len(heights) - 1)
-    legend = "".join(
-        legend_item(colour, text)
-        for colour, text in (
-            (GREEN, "computes, forward"),
-            (RED, "backward"),
-            (BLUE, "stays in RAM"),
-            (SKY, "in RAM, passing"),
-            (ORANGE, "arriving from disk"),
-            (PINK, "leaving to disk"),
-            (_ON_DISK, "on disk"),
-        )
+    height = sum(heights.values()) + GAP * (len(heights) - 1)
+    colours = (
+        (GREEN, "computes, forward"),
+        (RED, "backward"),
+        (BLUE, "stays in RAM"),
+        (SKY, "in RAM, passing"),
+        (ORANGE, "arriving from disk"),
+        (PINK, "leaving to disk"),
+        (_ON_DISK, "on disk"),
     )
     return (
-        f"{title('Where every layer is', f'{doing}')}"
+        f"{title('Where every layer is', doing)}"
         f'<div style="display:flex;gap:8px"><div style="flex:none;width:52px;'
         f'padding-top:3px">{labels}</div><div style="flex:1 1 auto;min-width:0">'
         f"{image(strip(layout, now), told, height=height)}"
-        f"{between(layout.blocks[0], layout.blocks[-1])}</div></div>"
-        f'<div style="margin-top:5px;line-height:1.6;font-size:12px">{legend}</div>'
+        f"{between(_name(layout, 0), _name(layout, -1))}</div></div>"
+        f"{legend(colours, small=True)}"
     )
 
 
@@ -141,41 +134,36 @@ def prefetch(
     layout: Layout | None, rows: Sequence[StepRow], totals: dict[str, float]
 ) -> str:
     """Return whether what was needed had been read in time."""
-    counts = [totals.get(name, 0) for name in ("hit", "late", "miss")]
-    total = sum(counts)
+    counts = [
+        (totals.get(outcome, 0), name, colour)
+        for outcome, name, colour in (
+            (HIT, "in time", BLUE),
+            (LATE, "late", ORANGE),
+            (MISS, "missed", RED),
+        )
+    ]
+    total = sum(count for count, _, _ in counts)
     if layout is None or not total:
         return ""
-    parts = [
-        (c / total, colour)
-        for c, colour in zip(counts, (BLUE, ORANGE, RED), strict=True)
-    ]
-    told = ", ".join(
-        f"{int(c)} {name}"
-        for c, name in zip(counts, ("in time", "late", "missed"), strict=True)
-    )
-    legend = "".join(
-        legend_item(colour, f"{name} <b>{int(count)}</b>")
-        for colour, name, count in zip(
-            (BLUE, ORANGE, RED), ("in time", "late", "missed"), counts, strict=True
-        )
-    )
+    parts = [(count / total, colour) for count, _, colour in counts]
+    told = ", ".join(f"{int(count)} {name}" for count, name, _ in counts)
+    explained = [(c, f"{name} <b>{int(count)}</b>") for count, name, c in counts]
     return (
-        f"{title('Reads that were needed', f'{counts[0] / total:.1%} in time')}"
-        f"{bar(parts, height=14, title=told)}"
-        f'<div style="margin-top:5px;line-height:1.6">{legend}</div>{slowest(layout, rows)}'
+        f"{title('Reads that were needed', f'{counts[0][0] / total:.1%} in time')}"
+        f"{bar(parts, height=14, title=told)}{legend(explained)}{slowest(layout, rows)}"
     )
 
 
 def slowest(layout: Layout, rows: Sequence[StepRow]) -> str:
     """Name the layers that the last steps waited for most."""
-    recent = map_rows(rows)[-_RECENT:]
+    recent = map_rows(rows)[-NUM_RECENT:]
     if not recent:
         return ""
     stall = np.sum([row.stall_s for row in recent], axis=0)
     stall = stall / sum(row.count for row in recent)
     order = np.argsort(stall)[::-1][:_MAX_SLOW]
     named = ", ".join(
-        f"{layout.blocks[block]} {format_seconds(stall[block])}"
+        f"{_name(layout, block)} {format_seconds(stall[block])}"
         for block in order
         if stall[block] > 0
     )
@@ -195,7 +183,7 @@ def disk(
     """Return what the disk moved in the last minute, beside the best that it has shown."""
     if not rows or not totals.get("read_bytes", 0) + totals.get("written_bytes", 0):
         return ""
-    recent = rows[-_RECENT:]
+    recent = rows[-NUM_RECENT:]
     best = best_rate(recent)
     wall = sum(row.wall_s for row in recent) or 1.0
     lines: list[tuple[str, str]] = []
@@ -214,7 +202,6 @@ def disk(
     if link_s:
         rate = _rate(sum(row.link_bytes for row in recent) / link_s)
         lines.append((GREEN, f"link <b>{rate}</b>"))
-    legend = "".join(legend_item(*line) for line in lines)
     total = (
         f"{format_bytes(totals['read_bytes'])} read and "
         f"{format_bytes(totals['written_bytes'])} written so far"
@@ -222,7 +209,7 @@ def disk(
     return (
         f"{title('Disk, the last minute', f'best seen {_rate(best)}' if best else '')}"
         f"{_bandwidth(bandwidth, best)}"
-        f'<div style="margin-top:5px;line-height:1.6">{legend}</div>'
+        f"{legend(lines)}"
         f"{_planned(layout, recent)}"
         f'<div style="{MUTED}">{total}</div>'
     )
@@ -272,6 +259,11 @@ def _bandwidth(
         return ""
     drawn = curves(lines, low=0.0, high=max(best, most), mark=best or None)
     return image(svg_address(drawn), told, height=56)
+
+
+def _name(layout: Layout, block: int) -> str:
+    """Return a block's name for HTML: it is the model's, or comes from a file."""
+    return escape(layout.blocks[block])
 
 
 def _rate(bytes_per_s: float) -> str:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from megatrain_nb.notebook.surface import Surface
+    from megatrain_nb.runtime.session import Session
 
 Result = TypeVar("Result")
 
@@ -107,15 +108,15 @@ class MegatrainMagics(Magics):
     def megatrain(self, line: str, cell: str | None = None) -> object:
         """Run one command, or a cell; a kernel does not answer meanwhile."""
         if cell is not None:
-            run, background = self._new_run(line, cell, awaited=False)
-            return run.finish() if run and not background else run
+            run = self._new_run(line, cell, awaited=False)
+            return run.finish() if run and not run.in_background else run
         return _short_errors(lambda: self._command(line))
 
     @cell_magic
     async def megatrain_awaited(self, line: str, cell: str) -> object:
         """Run a cell and await it; `await_cell` turns ``%%megatrain`` into this."""
-        run, background = self._new_run(line, cell, awaited=True)
-        return await run.finish_async() if run and not background else run
+        run = self._new_run(line, cell, awaited=True)
+        return await run.finish_async() if run and not run.in_background else run
 
     def await_cell(self, lines: list[str]) -> list[str]:
         """Rewrite a ``%%megatrain`` cell so that it is awaited, where that is possible."""
@@ -146,13 +147,11 @@ class MegatrainMagics(Magics):
         command: Callable[[Namespace], object] = getattr(self, _COMMANDS[args.command])
         return command(args)
 
-    def _new_run(
-        self, line: str, cell: str, *, awaited: bool
-    ) -> tuple[Run | None, bool]:
-        """Return a run, and whether it goes on in the background; None where only help was asked for."""
+    def _new_run(self, line: str, cell: str, *, awaited: bool) -> Run | None:
+        """Return a run, which has begun if it is one in the background; None where only help was asked for."""
         args = _short_errors(lambda: parse_cell_line(line))
         if args is None:
-            return None, False
+            return None
         if self._run is not None and self._run.running:
             msg = (
                 "the code of an earlier %%megatrain cell still runs; "
@@ -162,12 +161,12 @@ class MegatrainMagics(Magics):
         mode = display_mode(self._shell, args.display)
         body = Body(self._shell, f"%%megatrain {line}".rstrip(), cell)
         watch = Watch(shown=mode != "none")
-        run = Run(body, watch, self._surface(mode, watch, args, awaited=awaited))
-        self._run = run
-        if args.background:
+        surface = self._surface(mode, watch, args, awaited=awaited)
+        run = self._run = Run(body, watch, surface, in_background=args.background)
+        if run.in_background:
             self._runs.append(run)
             run.start()
-        return run, args.background
+        return run
 
     def _surface(
         self, mode: str, watch: Watch, args: Namespace, *, awaited: bool
@@ -198,16 +197,10 @@ class MegatrainMagics(Magics):
         return session
 
     def _status(self, _args: Namespace) -> object:
-        session = current_session()
-        if session is None:
-            raise UsageError(NO_SESSION)
-        return session.status()
+        return _open_session().status()
 
     def _checkpoints(self, _args: Namespace) -> object:
-        session = current_session()
-        if session is None:
-            raise UsageError(NO_SESSION)
-        return session.checkpoints()
+        return _open_session().checkpoints()
 
     def _resume(self, args: Namespace) -> object:
         session = current_session()
@@ -262,6 +255,13 @@ class MegatrainMagics(Magics):
 
 
 MegatrainMagics.megatrain.__doc__ = overview()
+
+
+def _open_session() -> Session:
+    session = current_session()
+    if session is None:
+        raise UsageError(NO_SESSION)
+    return session
 
 
 def _short_errors(call: Callable[[], Result]) -> Result | None:

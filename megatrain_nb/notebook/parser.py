@@ -80,15 +80,7 @@ def parse_line(line: str) -> argparse.Namespace:
             f"commands: {', '.join(COMMANDS)}"
         )
         raise UsageError(msg)
-    for word in words[1:]:
-        option = word.partition("=")[0]
-        if option.startswith("--") and option not in options_of(command):
-            msg = (
-                f"%megatrain {command} has no option {option!r}"
-                f"{_nearest(option, options_of(command))}; "
-                f"options: {', '.join(options_of(command))}"
-            )
-            raise UsageError(msg)
+    _check_options(COMMANDS[command], words[1:], options_of(command))
     return COMMANDS[command].parse_args(words[1:], argparse.Namespace(command=command))
 
 
@@ -99,14 +91,7 @@ def parse_cell_line(line: str) -> argparse.Namespace:
         raise HelpAsked(overview())
     if words[:1] in ([], ["train"]) or words[0].startswith("--"):
         options = words[1:] if words[:1] == ["train"] else words
-        for word in options:
-            option = word.partition("=")[0]
-            if option.startswith("--") and option not in CELL_OPTIONS:
-                msg = (
-                    f"%%megatrain train has no option {option!r}"
-                    f"{_nearest(option, CELL_OPTIONS)}; options: {', '.join(CELL_OPTIONS)}"
-                )
-                raise UsageError(msg)
+        _check_options(_CELL, options, CELL_OPTIONS)
         return _CELL.parse_args(options)
     msg = f"%%megatrain takes 'train' or nothing, not {' '.join(words)!r}"
     if words[0] in COMMANDS:
@@ -116,10 +101,7 @@ def parse_cell_line(line: str) -> argparse.Namespace:
 
 def options_of(command: str) -> list[str]:
     """Return the long options of a command, in the order of its help."""
-    actions = COMMANDS[command]._actions
-    return [
-        name for action in actions for name in action.option_strings if name[1] == "-"
-    ]
+    return _long_options(COMMANDS[command])
 
 
 def overview() -> str:
@@ -246,6 +228,23 @@ def _split(line: str) -> list[str]:
         raise UsageError(msg) from None
 
 
+def _long_options(parser: _Parser) -> list[str]:
+    names = [name for action in parser._actions for name in action.option_strings]
+    return [name for name in names if name.startswith("--")]
+
+
+def _check_options(parser: _Parser, words: list[str], options: list[str]) -> None:
+    """Say which option was probably meant; argparse does not."""
+    for word in words:
+        option = word.partition("=")[0]
+        if option.startswith("--") and option not in options:
+            msg = (
+                f"{parser.prog} has no option {option!r}{_nearest(option, options)}; "
+                f"options: {', '.join(options)}"
+            )
+            raise UsageError(msg)
+
+
 def _nearest(word: str, known: list[str]) -> str:
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""
@@ -268,4 +267,5 @@ def _cell() -> _Parser:
 
 COMMANDS = _commands()
 _CELL = _cell()
-CELL_OPTIONS = ["--background", "--display"]
+# --help is answered before the others are looked at.
+CELL_OPTIONS = [name for name in _long_options(_CELL) if name != "--help"]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MUTED = "opacity:.72"
 _TRACK = "rgba(128,128,128,.2)"
@@ -51,8 +55,14 @@ def columns(*parts: str) -> str:
     )
 
 
-def legend_item(colour: str, text: str) -> str:
-    """Return a coloured square and what it means."""
+def legend(items: Iterable[tuple[str, str]], *, small: bool = False) -> str:
+    """Return coloured squares and what they mean."""
+    size = ";font-size:12px" if small else ""
+    body = "".join(_legend_item(colour, text) for colour, text in items)
+    return f'<div style="margin-top:5px;line-height:1.6{size}">{body}</div>'
+
+
+def _legend_item(colour: str, text: str) -> str:
     return (
         f'<span style="white-space:nowrap;margin-right:14px"><span style="display:'
         f"inline-block;width:9px;height:9px;border-radius:2px;margin-right:5px;"
@@ -60,11 +70,12 @@ def legend_item(colour: str, text: str) -> str:
     )
 
 
-def between(left: str, right: str) -> str:
-    """Return two small texts at the ends of a line."""
+def between(*texts: str) -> str:
+    """Return small texts along a line, from end to end."""
+    spans = "".join(f"<span>{text}</span>" for text in texts)
     return (
         f'<div style="display:flex;justify-content:space-between;font-size:11px;{MUTED}">'
-        f"<span>{left}</span><span>{right}</span></div>"
+        f"{spans}</div>"
     )
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from megatrain_nb.plan.layout import GROUPS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -33,6 +35,7 @@ _STRIP = [
 ]
 _STRIP_WIDTH, _MAP_WIDTH, _MAP_HEIGHT = 1120, 560, 150
 _LEVELS = 32
+GAP = 3  # pixels between two bands of the strip
 Pixels = NDArray[np.uint8]
 
 
@@ -98,29 +101,33 @@ def strip_cells(layout: Layout, now: Now, group: int, height: int) -> Pixels:
     return cells
 
 
+def band_heights(layout: Layout) -> dict[str, int]:
+    """Return the bands of the strip from the top: names and heights in pixels; `GAP` lies between two."""
+    device = {} if layout.in_place else {"device": 12}
+    return {"now": 7, **device, **dict(zip(GROUPS, (26, 14, 14), strict=True))}
+
+
 def strip(layout: Layout, now: Now) -> str:
     """Return the strip of all layers, first to last: what computes, and the three kinds of bytes below."""
     blocks = len(layout.blocks)
-    marks = np.zeros((7, blocks), np.uint8)
+    heights = band_heights(layout)
+    marks = np.zeros((heights["now"], blocks), np.uint8)
     if now.computing is not None:
         block, kind = now.computing
         marks[:, block] = FORWARD if kind == "FORWARD" else BACKWARD
-    gap = np.zeros((3, blocks), np.uint8)
+    gap = np.zeros((GAP, blocks), np.uint8)
     bands = [marks, gap]
     if not layout.in_place:
         device = np.where(now.on_device, FORWARD, 1).astype(np.uint8)
-        bands += [np.repeat(device[None], 12, axis=0), gap]
-    for group, height in enumerate(BAND_HEIGHTS):
-        bands += [strip_cells(layout, now, group, height), gap]
+        bands += [np.repeat(device[None], heights["device"], axis=0), gap]
+    for group, name in enumerate(GROUPS):
+        bands += [strip_cells(layout, now, group, heights[name]), gap]
     cells = np.concatenate(bands[:-1])
     width = max(1, _STRIP_WIDTH // max(blocks, 1))
     pixels = np.repeat(cells, width, axis=1)
     if width >= 6:
         pixels[:, width - 2 :: width] = pixels[:, width - 1 :: width] = 0
     return png(pixels, _STRIP)
-
-
-BAND_HEIGHTS = (26, 14, 14)
 
 
 def heat(values: NDArray[np.float32], colour: str, *, top: float) -> str:

@@ -19,18 +19,10 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import StepResult
     from megatrain_nb.runtime.recorder import Now
+    from megatrain_nb.runtime.status import TierStatus
 
-_NUM_RECENT = 8
+NUM_RECENT = 8  # what is said of the last steps is said of so many
 _MAX_POINTS = 240
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TierUse:
-    """Bytes of one tier: now, at peak, and the most it may hold (None: no limit)."""
-
-    used_bytes: int
-    peak_bytes: int
-    limit_bytes: int | None
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -83,7 +75,7 @@ class Snapshot:
     elapsed_s: float = 0.0
     left_s: float | None = None
     losses: list[tuple[int, float]] = field(default_factory=list)
-    tiers: dict[str, TierUse] = field(default_factory=dict)
+    tiers: dict[str, TierStatus] = field(default_factory=dict)
     layout: Layout | None = None
     now: Now | None = None
     rows: list[StepRow] = field(default_factory=list)
@@ -113,8 +105,8 @@ class Progress(Callback):
         self._total: int | None = None
         self._num_done = 0
         self._last: StepResult | None = None
-        self._recent: deque[StepResult] = deque(maxlen=_NUM_RECENT)
-        self._ends_s: deque[float] = deque(maxlen=4 * _NUM_RECENT)
+        self._recent: deque[StepResult] = deque(maxlen=NUM_RECENT)
+        self._ends_s: deque[float] = deque(maxlen=4 * NUM_RECENT)
         self._losses = Thinned()
 
     def on_train_begin(self, total_steps: int | None) -> None:
@@ -143,17 +135,12 @@ class Progress(Callback):
         return self._began
 
     @property
-    def num_done(self) -> int:
-        """Steps done since training began."""
-        return self._num_done
-
-    @property
     def step(self) -> int:
         """The last complete step, as the model counts; 0 before the first."""
         last = self._last
         return last.step if last else 0
 
-    def snapshot(self, state: str, tiers: dict[str, TierUse]) -> Snapshot:
+    def snapshot(self, state: str, tiers: dict[str, TierStatus]) -> Snapshot:
         """Return what is known now."""
         with self._lock:
             now_s = self._clock()

@@ -15,10 +15,11 @@ from megatrain_nb.notebook.layers import disk, layer_strip, maps, prefetch
 from megatrain_nb.notebook.parts import (
     MUTED,
     bar,
+    between,
     card,
     columns,
     image,
-    legend_item,
+    legend,
     number,
     table,
     title,
@@ -32,10 +33,12 @@ from megatrain_nb.notebook.pictures import (
     curves,
     svg_address,
 )
+from megatrain_nb.notebook.progress import NUM_RECENT
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from megatrain_nb.notebook.progress import Snapshot, TierUse
+    from megatrain_nb.notebook.progress import Snapshot
+    from megatrain_nb.runtime.status import TierStatus
 
 _CAUSES = {
     "compute": ("compute", BLUE),
@@ -141,16 +144,9 @@ def _loss(snap: Snapshot) -> str:
     (x0, y0), (x1, y1) = snap.losses[0], snap.losses[-1]
     source = svg_address(curves([(BLUE, snap.losses)]))
     told = f"Loss from {y0:.3g} at step {x0} to {y1:.3g} at step {x1}"
-    ends = (
-        f"<span>step {x0}: {number(y0)}</span>"
-        f"<span>lowest {number(min(y for _, y in snap.losses))}</span>"
-        f"<span>step {x1}</span>"
-    )
-    return (
-        f"{head}{image(source, told, height=64)}"
-        f'<div style="display:flex;justify-content:space-between;font-size:11px;{MUTED}">'
-        f"{ends}</div>"
-    )
+    lowest = number(min(y for _, y in snap.losses))
+    ends = between(f"step {x0}: {number(y0)}", f"lowest {lowest}", f"step {x1}")
+    return f"{head}{image(source, told, height=64)}{ends}"
 
 
 def _figures(snap: Snapshot) -> str:
@@ -201,23 +197,23 @@ def _step_time(snap: Snapshot) -> str:
         shares[cause if cause in _CAUSES else "other"] += seconds
     parts = [(s / total, _CAUSES[c][1]) for c, s in shares.items()]
     told = ", ".join(f"{_CAUSES[c][0]} {s / total:.0%}" for c, s in shares.items())
-    legend = "".join(
-        legend_item(
+    explained = [
+        (
             _CAUSES[cause][1],
             f"{_CAUSES[cause][0]} <b>{format_seconds(seconds)}</b> "
             f'<span style="{MUTED}">{seconds / total:.0%}</span>',
         )
         for cause, seconds in shares.items()
-    )
+    ]
     return (
         f"{title('Where a step&#39;s time goes')}{bar(parts, height=14, title=told)}"
-        f'<div style="margin-top:5px;line-height:1.6">{legend}</div>{_bound(snap)}'
+        f"{legend(explained)}{_bound(snap)}"
     )
 
 
 def _bound(snap: Snapshot) -> str:
     """Say how near the last steps came to what the busiest resource allows."""
-    recent = snap.rows[-8:]
+    recent = snap.rows[-NUM_RECENT:]
     least: dict[str, float] = {}
     for row in recent:
         for resource, seconds in row.least_seconds.items():
@@ -228,11 +224,11 @@ def _bound(snap: Snapshot) -> str:
     count = sum(row.count for row in recent)
     bound = max(least, key=least.__getitem__)
     needs = ", ".join(
-        f"{resource} {format_seconds(seconds / count)}"
+        f"{_html.escape(resource)} {format_seconds(seconds / count)}"
         for resource, seconds in least.items()
     )
     return (
-        f'<div style="margin-top:4px"><b>{least[bound] / wall:.0%}</b> of what {bound} '
+        f'<div style="margin-top:4px"><b>{least[bound] / wall:.0%}</b> of what {_html.escape(bound)} '
         f'allows <span style="{MUTED}">(least time a step: {needs})</span></div>'
     )
 
@@ -249,7 +245,7 @@ def _memory(snap: Snapshot) -> str:
     return title("Memory: now, peak, budget") + rows
 
 
-def _tier_bar(tier: TierUse) -> str:
+def _tier_bar(tier: TierStatus) -> str:
     whole = tier.limit_bytes or max(tier.peak_bytes, tier.used_bytes, 1)
     now, peak = tier.used_bytes / whole, tier.peak_bytes / whole
     colour = BLUE
@@ -263,14 +259,14 @@ def _tier_bar(tier: TierUse) -> str:
     return bar(parts, height=10, title=told)
 
 
-def _tier_html(tier: TierUse) -> str:
+def _tier_html(tier: TierStatus) -> str:
     return (
         f"<b>{format_bytes(tier.used_bytes)}</b> "
         f'<span style="{MUTED}">{_peak_text(tier)}</span>'
     )
 
 
-def _peak_text(tier: TierUse) -> str:
+def _peak_text(tier: TierStatus) -> str:
     limit = (
         f"budget {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else "no limit"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.notebook import chart, render
-from megatrain_nb.notebook.progress import Progress, Snapshot, TierUse
+from megatrain_nb.notebook.progress import Progress, Snapshot
 from megatrain_nb.notebook.view import fill
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.recording import Replayed, load
@@ -67,13 +67,9 @@ def _snapshot(found: Replayed) -> Snapshot:
     for row in rows:
         now_s = row.end_s
         progress.on_step_end(_result(row))
-    snap = progress.snapshot("recorded", {})
+    snap = progress.snapshot("recorded", found.tiers)
     snap.num_done = sum(row.count for row in rows)
     snap.left_s = None
-    snap.tiers = {
-        name: TierUse(used_bytes=now, peak_bytes=peak, limit_bytes=limit)
-        for name, (now, peak, limit) in found.tiers.items()
-    }
     fill(snap, found.recorder)
     snap.now = None  # nothing is anywhere now
     if not found.ended:

@@ -96,23 +96,15 @@ class HtmlSurface:
 
     def show(self, snap: Snapshot) -> None:
         """Draw in place of the last drawing."""
-        self._put(_page(snap))
+        self._handle = _put(self._handle, _page(snap))
 
     def finish(self, snap: Snapshot) -> None:
         """Draw the summary; the chart comes below, for frontends that draw it."""
-        self._put(_page(snap))
+        self._handle = _put(self._handle, _page(snap))
         chart = importlib.import_module("megatrain_nb.notebook.chart")
         bundle = chart.bundle(snap)
-        if bundle and self._chart is None:
-            self._chart = display(bundle, raw=True, display_id=True)
-        elif bundle and self._chart is not None:
-            self._chart.update(bundle, raw=True)
-
-    def _put(self, bundle: dict[str, Any]) -> None:
-        if self._handle is None:
-            self._handle = display(bundle, raw=True, display_id=True)
-        else:
-            self._handle.update(bundle, raw=True)
+        if bundle:
+            self._chart = _put(self._chart, bundle)
 
 
 class WidgetSurface(HtmlSurface):
@@ -124,7 +116,7 @@ class WidgetSurface(HtmlSurface):
         self._handle = display(self._panel.box, display_id=True)
         if reserve_chart:  # a cell that has returned gets no new output
             empty = {"text/html": "<div></div>", "text/plain": ""}
-            self._chart = display(empty, raw=True, display_id=True)
+            self._chart = _put(None, empty)
 
     def show(self, snap: Snapshot) -> None:
         """Draw below the buttons."""
@@ -148,7 +140,6 @@ class _Panel:
     def __init__(self, watch: Watch) -> None:
         widgets = importlib.import_module("ipywidgets")
         self._watch = watch
-        self._refusal = ""
         wide = {"width": "auto"}
         self.pause = widgets.Button(description="Pause", icon="pause", layout=wide)
         self.stop = widgets.Button(description="Stop", icon="stop", layout=wide)
@@ -192,8 +183,7 @@ class _Panel:
         self.picture.value = html
 
     def close(self) -> None:
-        controls = (self.pause, self.stop, self.save, self.logging, self.rate)
-        for widget in (*controls, self.picture, self.row, self.box):
+        for widget in (*self.row.children, self.picture, self.row, self.box):
             for part in ("style", "layout"):
                 with contextlib.suppress(AttributeError):
                     getattr(widget, part).close()
@@ -228,6 +218,15 @@ def _toggle(controls: Controls) -> None:
         controls.resume()
     else:
         controls.pause()
+
+
+def _put(handle: DisplayHandle | None, bundle: dict[str, Any]) -> DisplayHandle | None:
+    """Draw in place of what the handle shows, or in a new place; return the handle of it."""
+    if handle is None:
+        handle = display(bundle, raw=True, display_id=True)
+    else:
+        handle.update(bundle, raw=True)
+    return handle
 
 
 def _page(snap: Snapshot) -> dict[str, Any]:

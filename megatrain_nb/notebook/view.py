@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.errors import SessionError
-from megatrain_nb.notebook.progress import Progress, Snapshot, TierUse
+from megatrain_nb.notebook.progress import Progress, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.controls import Controls
     from megatrain_nb.runtime.recorder import Recorder
     from megatrain_nb.runtime.session import Session
+    from megatrain_nb.runtime.status import TierStatus
 
 _PERIOD_S = 0.25
 _MAX_PERIOD_S = 2.0
@@ -58,7 +59,7 @@ class Watch:
         self.note = ""
         self._shown = shown
         self._session: Session | None = None
-        self._tiers: dict[str, TierUse] = {}
+        self._tiers: dict[str, TierStatus] = {}
         self._said = ""
 
     def follow(self, session: Session | None) -> None:
@@ -119,14 +120,7 @@ class Watch:
         if session is None or session.closed:
             return
         with contextlib.suppress(SessionError):  # closed meanwhile: the last ones stay
-            self._tiers = {
-                name: TierUse(
-                    used_bytes=tier.used_bytes,
-                    peak_bytes=tier.peak_bytes,
-                    limit_bytes=tier.limit_bytes,
-                )
-                for name, tier in session.tiers().items()
-            }
+            self._tiers = session.tiers()
 
 
 def fill(snap: Snapshot, recorder: Recorder | None) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatrain_nb.plan.history import History, StepRow
 from megatrain_nb.plan.layout import GROUPS
-from megatrain_nb.plan.timeline import HIT, LATE, OUTCOMES
+from megatrain_nb.plan.timeline import HIT, LATE, MISS, OUTCOMES
 from megatrain_nb.runtime.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Recorder(Callback):
             "OFFLOAD": self._link,
             "UNLOAD": self._unload,
         }
-        self._set_up(0)
+        self._set_up()
 
     # -- what the runtime calls -------------------------------------------------------------------------
 
@@ -115,8 +115,9 @@ class Recorder(Callback):
             before = self.layout
             self.layout = layout
             if before is None or before.what_there_is() != layout.what_there_is():
-                self._set_up(len(layout.blocks))
-            self._tell("layout", layout.to_json())
+                self._set_up()
+            if self._write is not None:
+                self._tell("layout", layout.to_json())
 
     def on_train_begin(self, total_steps: int | None) -> None:
         """Note that training starts."""
@@ -147,7 +148,7 @@ class Recorder(Callback):
         """Note that nothing computes any more."""
         with self._lock:
             self._computing = None
-            for block in list(self._on_device):
+            for block in range(self._num_blocks):
                 self._set_device(block, self._clock(), there=False)
             self._tell("end", {"t": self._elapsed(), "totals": dict(self.totals)})
 
@@ -213,27 +214,27 @@ class Recorder(Callback):
 
     # -- inside: residency ----------------------------------------------------------------------------------
 
-    def _set_up(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    def _set_up(self) -> None:
+        layout = self.layout
+        num_blocks = self._num_blocks = len(layout.blocks) if layout is not None else 0
         cells = (len(GROUPS) + 1) * num_blocks
         self._bytes = [0.0] * cells  # in RAM by group and block, then on the device
         self._area = [0.0] * cells  # byte-seconds of this step
         self._touched_s = [self._clock()] * cells
         self._places: dict[str, tuple[int, int] | None] = {}
         self._sizes: dict[str, int] = {}
-        self._landed: dict[str, int] = {}
-        self._arriving: dict[str, list[int]] = {}
-        self._leaving: dict[str, int] = {}
+        self._landed: set[str] = set()
+        self._arriving: dict[str, int] = {}  # bytes still to come
+        self._leaving: dict[str, int] = {}  # bytes still to go
         self._arriving_bytes = [0.0] * (len(GROUPS) * num_blocks)
         self._leaving_bytes = [0.0] * (len(GROUPS) * num_blocks)
-        self._on_device: dict[int, None] = {}
         self._block_of: dict[str, int] = {}
         self._pack_of: dict[str, int] = {}
-        if self.layout is not None:
-            layout = self.layout
+        if layout is not None:
             self._block_of = {name: i for i, name in enumerate(layout.blocks)}
-            owners = zip(layout.pack_names, layout.block_of_pack, strict=True)
-            self._pack_of = dict(owners)
+            self._pack_of = dict(
+                zip(layout.pack_names, layout.block_of_pack, strict=True)
+            )
             self._sizes = {piece.key: piece.num_bytes for piece in layout.pieces}
             for piece in layout.pieces:
                 if piece.in_ram:
@@ -263,7 +264,7 @@ class Recorder(Callback):
         if place is None:
             return
         if span.num_bytes:
-            self._arriving[span.name] = [span.num_bytes, place[1]]
+            self._arriving[span.name] = span.num_bytes
             self._arriving_bytes[place[0]] += place[1]
         else:
             self._land(span.name, span.end_s)
@@ -274,7 +275,7 @@ class Recorder(Callback):
             return
         if self._arriving.pop(key, None) is not None:
             self._arriving_bytes[place[0]] -= place[1]
-        self._landed[key] = place[1]
+        self._landed.add(key)
         self._change(place[0], place[1], now)
 
     def _leave(self, span: Span) -> None:
@@ -284,28 +285,22 @@ class Recorder(Callback):
         cell, size = place
         if self._arriving.pop(span.name, None) is not None:
             self._arriving_bytes[cell] -= size
-        if self._landed.pop(span.name, None) is not None:
+        if span.name in self._landed:
+            self._landed.remove(span.name)
             self._change(cell, -size, span.end_s)
         if span.num_bytes:
-            self._forget_leaving(span.name)
+            before = self._leaving.get(span.name, 0)
             self._leaving[span.name] = span.num_bytes
-            self._leaving_bytes[cell] += span.num_bytes
-
-    def _forget_leaving(self, key: str) -> None:
-        left = self._leaving.pop(key, 0)
-        place = self._place(key)
-        if left and place is not None:
-            self._leaving_bytes[place[0]] -= left
+            self._leaving_bytes[cell] += span.num_bytes - before
 
     def _read(self, span: Span) -> None:
         self._reads.append((span.start_s, span.end_s))
         self.totals["read_bytes"] += span.num_bytes
         self._bin(span.end_s, 1, span.num_bytes)
         key = span.name.rpartition("/")[0]
-        arriving = self._arriving.get(key)
-        if arriving is not None:
-            arriving[0] -= span.num_bytes
-            if arriving[0] <= 0:
+        if key in self._arriving:
+            self._arriving[key] -= span.num_bytes
+            if self._arriving[key] <= 0:
                 self._land(key, span.end_s)
 
     def _written(self, span: Span) -> None:
@@ -331,14 +326,7 @@ class Recorder(Callback):
         self.totals[span.outcome] += 1
         self.totals["stall_s"] += span.seconds
         block = place[0] % self._num_blocks
-        counts = (
-            self._hits
-            if span.outcome == HIT
-            else self._late
-            if span.outcome == LATE
-            else self._misses
-        )
-        counts[block] += 1
+        self._counts[span.outcome][block] += 1
         self._stall_s[block] += span.seconds
         if span.name in self._arriving:
             self._land(span.name, span.end_s)
@@ -367,14 +355,10 @@ class Recorder(Callback):
             self._set_device(block, span.end_s, there=False)
 
     def _set_device(self, block: int, now: float, *, there: bool) -> None:
-        if there == (block in self._on_device):
-            return
         cell = _DEVICE * self._num_blocks + block
-        self._change(cell, 1.0 if there else -1.0, now)
-        if there:
-            self._on_device[block] = None
-        else:
-            del self._on_device[block]
+        change = there - self._bytes[cell]  # 1 while it is there
+        if change:
+            self._change(cell, change, now)
 
     def _link(self, span: Span) -> None:
         if self.layout is None or self.layout.in_place:
@@ -393,7 +377,7 @@ class Recorder(Callback):
 
     def _start_row(self) -> None:
         blocks = self._num_blocks
-        self._hits, self._late, self._misses = ([0] * blocks for _ in range(3))
+        self._counts = {outcome: [0] * blocks for outcome in OUTCOMES}
         self._stall_s, self._compute_s = [0.0] * blocks, [0.0] * blocks
         self._link_bytes, self._link_s = 0, 0.0
         self._reads: deque[tuple[float, float]] = deque(maxlen=_MAX_INTERVALS)
@@ -417,9 +401,9 @@ class Recorder(Callback):
             write_busy_s=busy_s(list(self._writes)),
             link_bytes=self._link_bytes,
             link_s=self._link_s,
-            hits=np.array(self._hits, np.float32),
-            late=np.array(self._late, np.float32),
-            misses=np.array(self._misses, np.float32),
+            hits=np.array(self._counts[HIT], np.float32),
+            late=np.array(self._counts[LATE], np.float32),
+            misses=np.array(self._counts[MISS], np.float32),
             stall_s=np.array(self._stall_s, np.float32),
             compute_s=np.array(self._compute_s, np.float32),
             in_ram=in_ram,

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Self, TextIO
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.plan.history import StepRow
 from megatrain_nb.plan.layout import Layout
-from megatrain_nb.plan.timeline import Span
+from megatrain_nb.plan.timeline import HIT, Span
 from megatrain_nb.runtime.recorder import Recorder
+from megatrain_nb.runtime.status import TierStatus
 
 if TYPE_CHECKING:
     from megatrain_nb.runtime.session import Session
 
 _FORMAT = 1
-_INSTANTS = ("BEGIN", "ENTER", "LEAVE", "UNLOAD")
+# What has no lane here is a moment: it lasts no time.
 _LANES = {
     "FORWARD": "compute",
     "BACKWARD": "compute",
@@ -143,7 +144,7 @@ class Replayed:
     total_steps
         What the trainer meant to do; None if it did not say.
     tiers
-        At the last step: bytes by tier, now, peak, limit.
+        At the last step: bytes by tier.
     ended
         Whether training came to its end; else the file was cut off.
     """
@@ -151,7 +152,7 @@ class Replayed:
     def __init__(self) -> None:
         self.recorder = Recorder(clock=lambda: 0.0)
         self.total_steps: int | None = None
-        self.tiers: dict[str, tuple[int, int, int | None]] = {}
+        self.tiers: dict[str, TierStatus] = {}
         self.ended = False
 
 
@@ -201,7 +202,7 @@ def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> No
         recorder.totals.update(fields["totals"])
     elif kind == "step":
         tiers = fields.pop("tiers", {})
-        found.tiers = {name: tuple(each) for name, each in tiers.items()}
+        found.tiers = {name: TierStatus(*each) for name, each in tiers.items()}
         row = StepRow.from_json(fields)
         recorder.history.append(row)
         for name, values in (
@@ -267,9 +268,9 @@ def _events(spans: list[Span], layout: Layout | None) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     for span in sorted(spans, key=lambda span: span.start_s):
         lane = _LANES.get(span.kind)
-        if lane is None or span.kind in _INSTANTS:
+        if lane is None:
             continue
-        if span.kind == "NEED" and span.outcome == "hit":
+        if span.kind == "NEED" and span.outcome == HIT:
             continue
         row = _free_row(rows.setdefault(lane, []), span)
         number = numbers.setdefault((lane, row), len(numbers) + 1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.runtime.callbacks import Callback, StepResult
 from megatrain_nb.runtime.controls import Controls
+from megatrain_nb.runtime.status import TierStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,15 +21,8 @@ MODULE = "megatrain_nb.runtime.session"
 
 
 @dataclass(frozen=True)
-class FakeTier:
-    used_bytes: int
-    peak_bytes: int
-    limit_bytes: int | None
-
-
-@dataclass(frozen=True)
 class FakeStatus:
-    tiers: dict[str, FakeTier]
+    tiers: dict[str, TierStatus]
 
     def __repr__(self) -> str:
         return "status: RAM 0.5 GB"
@@ -78,11 +72,11 @@ class FakeSession:
             raise ArgumentError(msg)
         return name, weights_only
 
-    def tiers(self) -> dict[str, FakeTier]:
+    def tiers(self) -> dict[str, TierStatus]:
         now = 400_000_000 + 1_000_000 * (self.step % 50)
         return {
-            "ram": FakeTier(now, 620_000_000, 800_000_000),
-            "disk": FakeTier(1_430_000_000, 1_913_600_000, None),
+            "ram": TierStatus(now, 620_000_000, 800_000_000),
+            "disk": TierStatus(1_430_000_000, 1_913_600_000, None),
         }
 
     def status(self) -> FakeStatus:

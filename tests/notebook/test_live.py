@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ import megatrain_nb as mt
 from megatrain_nb.notebook import chart
 from megatrain_nb.notebook.surface import WidgetSurface, display_mode
 from megatrain_nb.notebook.view import Watch
+from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.runtime.recorder import Recorder
 from tests.notebook.test_magics import INIT, run, text_displays
-from tests.notebook.test_pictures import full_snapshot
+from tests.notebook.test_pictures import full_snapshot, make_layout
 
 if TYPE_CHECKING:
     import types
@@ -169,12 +172,6 @@ def test_display_is_chosen_by_option_before_the_environment(
 def test_replay_shows_the_page_and_the_chart(
     shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import json  # noqa: PLC0415
-
-    from megatrain_nb.runtime.callbacks import StepResult  # noqa: PLC0415
-    from megatrain_nb.runtime.recorder import Recorder  # noqa: PLC0415
-    from tests.notebook.test_pictures import make_layout  # noqa: PLC0415
-
     lines = [{"recording": {"format": 1}}]
     recorder = Recorder(write=lines.append)
     recorder.on_layout(make_layout())

@@ -10,8 +10,9 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from megatrain_nb.notebook.pictures import BLUE, curves
-from megatrain_nb.notebook.progress import Snapshot, TierUse
+from megatrain_nb.notebook.progress import Snapshot
 from megatrain_nb.notebook.render import page, text_line
+from megatrain_nb.runtime.status import TierStatus
 
 FULL = Snapshot(
     state="training",
@@ -26,10 +27,10 @@ FULL = Snapshot(
     left_s=652.0,
     losses=[(1, 5.5), (20, 3.0), (37, 2.3456)],
     tiers={
-        "ram": TierUse(
+        "ram": TierStatus(
             used_bytes=5 * 10**8, peak_bytes=7 * 10**8, limit_bytes=8 * 10**8
         ),
-        "disk": TierUse(used_bytes=10**9, peak_bytes=2 * 10**9, limit_bytes=None),
+        "disk": TierStatus(used_bytes=10**9, peak_bytes=2 * 10**9, limit_bytes=None),
     },
 )
 STATES = ["waiting", "training", "stopping", "done", "interrupted", "failed"]
