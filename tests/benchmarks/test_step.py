@@ -92,9 +92,8 @@ def in_turn(one: Worker, other: Worker) -> list[tuple[dict[str, Any], dict[str, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_step_time(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
+@pytest.mark.usefixtures("benchmarking")
+def test_step_time(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     window = ("--window", case.window)
     ours = Worker("offload", str(tmp_path / "offload"), *case.flags, *window)
@@ -129,10 +128,9 @@ def test_step_time(name: str, tmp_path: Path, request: pytest.FixtureRequest) ->
 MAX_BF16 = 0.55
 
 
-def test_bf16_over_fp32(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("benchmarking")
+def test_bf16_over_fp32(tmp_path: Path) -> None:
     """Our bf16 step with an fp32 master over our own fp32 step, same budget."""
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
     single = Worker("offload", str(tmp_path / "single"), "0.8")
     half = Worker("offload", str(tmp_path / "half"), "0.8", "--bf16")
     pairs = in_turn(single, half)
@@ -166,12 +164,9 @@ ENCODED = {
 
 
 @pytest.mark.parametrize(("window", "flags"), ENCODED)
-def test_4bit_over_fp32_moments(
-    window: str, flags: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.usefixtures("benchmarking")
+def test_4bit_over_fp32_moments(window: str, flags: str, tmp_path: Path) -> None:
     """The same step, moments in 4 bits (8 of embeddings and head) over fp32 ones."""
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
     max_ratio, max_bytes = ENCODED[window, flags]
     common = (*flags.split(), "--window", window)
     whole = Worker("offload", str(tmp_path / "whole"), *common)
