@@ -17,6 +17,7 @@ from megatrain_nb.codec.raw import Raw
 from megatrain_nb.codec.split import Split
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.adamw import (
+    UpdateThreads,
     check_grad,
     check_master,
     check_segments,
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.codec.base import U8
     from megatrain_nb.codec.kernels import U16, Floats
-    from megatrain_nb.optim.adamw import UpdateThreads, Work
+    from megatrain_nb.optim.adamw import Work
     from megatrain_nb.optim.kernels import Array
 
 
@@ -150,8 +151,6 @@ def warm_up(codec: str, *, split: bool = False) -> None:
     ArgumentError
         There is no such codec.
     """
-    from megatrain_nb.optim.adamw import UpdateThreads  # noqa: PLC0415
-
     chosen = get(codec)
     halves = np.zeros((2, BLOCK), np.uint16)
     zeros = np.zeros((2, BLOCK), np.float32)
@@ -204,11 +203,14 @@ def _calls(
     from megatrain_nb.optim import kernels  # noqa: PLC0415
 
     codec, size = segment.codec, segment.stop - segment.start
+    if isinstance(codec, BlockCodec):
+        planes = codec.planes(segment.encoded)
+    else:
+        m, v = segment.encoded.view(np.float32).reshape(2, size)
     for part in cut(0, size, CHUNK):
         place = slice(segment.start + part.start, segment.start + part.stop)
         master, gradient = part_of(param, place), grad[place]
         if isinstance(codec, BlockCodec):
-            planes = codec.planes(segment.encoded)
             some = planes.rows(slice(part.start // BLOCK, -(-part.stop // BLOCK)))
             key = Key(segment.first + part.start, segment.step, segment.seed)
             counter = make_counter(key)
@@ -216,7 +218,6 @@ def _calls(
                 kernels.adamw_encoded, master, some, gradient, scalars, counter
             )
         else:
-            m, v = segment.encoded.view(np.float32).reshape(2, size)
             yield partial(kernels.adamw, master, m[part], v[part], gradient, scalars)
 
 

@@ -370,8 +370,7 @@ class DiskStore:
                 if checksum is None:
                     checksum = _checksum(data)
                 packed = data.nbytes, checksum
-                with self.rate.moving(data.nbytes):
-                    self._move(self._file.write, parts, 0, data)
+                self._move(self._file.write, parts, 0, data)
             end_s = time.perf_counter()
             with self._space.changed:
                 parts = self._space.cut(parts, packed[0])
@@ -389,15 +388,10 @@ class DiskStore:
 
     def _move_in(self, tile: Tile, out: NDArray[np.uint8]) -> int | None:
         """Fill `out`; returns the checksum of a packed tile."""
+        read = partial(self._move, self._file.read, tile.parts)
         if not tile.packed:
-            with self.rate.moving(tile.nbytes):
-                self._move(self._file.read, tile.parts, 0, out)
+            read(0, out)
             return None
-
-        def read(at: int, pages: NDArray[np.uint8]) -> None:
-            with self.rate.moving(pages.nbytes):
-                self._move(self._file.read, tile.parts, at, pages)
-
         with self._packing() as packing:
             return packing.read(tile.packed_bytes, ITEM_BYTES[tile.codec], out, read)
 
@@ -407,16 +401,12 @@ class DiskStore:
         """Write `data` packed; returns length and checksum, None where that is no use."""
         if codec not in ITEM_BYTES:
             return None
-
-        def write(at: int, pages: NDArray[np.uint8]) -> None:
-            with self.rate.moving(pages.nbytes):
-                self._move(self._file.write, parts, at, pages)
-
+        write = partial(self._move, self._file.write, parts)
         with self._packing() as packing:
             return packing.write(data, ITEM_BYTES[codec], write)
 
-    @staticmethod
     def _move(
+        self,
         transfer: Callable[[int, NDArray[np.uint8]], None],
         parts: Parts,
         at: int,
@@ -424,13 +414,14 @@ class DiskStore:
     ) -> None:
         """Transfer `array` as the bytes from `at` on of a tile that lies in these ranges."""
         array, begin, moved = array.reshape(-1), 0, 0
-        for offset, length in parts:
-            skip = max(at + moved - begin, 0)
-            count = min(length - skip, array.nbytes - moved)
-            if count > 0:
-                transfer(offset + skip, array[moved : moved + count])
-                moved += count
-            begin += length
+        with self.rate.moving(array.nbytes):
+            for offset, length in parts:
+                skip = max(at + moved - begin, 0)
+                count = min(length - skip, array.nbytes - moved)
+                if count > 0:
+                    transfer(offset + skip, array[moved : moved + count])
+                    moved += count
+                begin += length
 
     @contextmanager
     def _packing(self) -> Iterator[Packing]:

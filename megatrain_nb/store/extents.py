@@ -49,20 +49,14 @@ class Extents:
         0
         """
         size = round_up(max(nbytes, 1))
-        fitting = [i for i, (_, hole) in enumerate(self._holes) if hole >= size]
+        fitting = [hole for hole in self._holes if hole[1] >= size]
         if fitting:
-            index = min(fitting, key=lambda i: self._holes[i][1])
-            offset, hole = self._holes[index]
-            if hole == size:
-                del self._holes[index]
-            else:
-                self._holes[index] = (offset + size, hole - size)
+            offset, _ = min(fitting, key=lambda hole: hole[1])
         elif self.max_bytes is None or self.end_bytes + size <= self.max_bytes:
             offset = self.end_bytes
-            self.end_bytes += size
         else:
             return None
-        self.used_bytes += size
+        self._take(offset, size)
         return offset
 
     def allocate_parts(self, nbytes: int) -> tuple[tuple[int, int], ...] | None:

@@ -133,7 +133,7 @@ class Space:
             ranges = [
                 part for parts in {tile.parts for tile in tiles} for part in parts
             ]
-            self._extents.reserve(sorted(ranges))
+            self._extents.reserve(ranges)
         except ValueError as error:
             msg = f"the checkpoints do not fit {path}: {error}"
             raise StoreError(msg) from error

@@ -30,7 +30,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatrain_nb.codec.base import BLOCK, Codec, Key, get
+from megatrain_nb.codec.choice import safe_codec
 from megatrain_nb.codec.dynamic import Part, Role, choose, direction_error, role_of
+from megatrain_nb.codec.names import RAW
 from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import EncodedSegment, update_encoded
@@ -192,18 +194,14 @@ class Optimizer:
         self._threads.close()
 
     def _first(self, name: str) -> Codec:
-        method, role = self._run.method, self.roles[name]
-        if method in {BASELINE, "perturbed"} or small(role):
-            return get("raw")
-        if role is Role.TABLE:
-            return get("8bit")
-        return get("4bit" if method == "dynamic" else method)
+        method = self._run.method
+        asked = RAW if method in {BASELINE, "perturbed"} else method
+        return get(safe_codec(asked, self.roles[name]))
 
     def _zeros(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
         codec, part = self._codecs[name], self.places[name]
-        zeros = np.zeros(part.stop - part.start, np.float32)
-        encoded = np.empty(codec.encoded_bytes(zeros.size), np.uint8)
-        codec.encode(zeros, zeros, encoded, Key(0, 0, 0))
+        encoded = np.empty(codec.encoded_bytes(part.stop - part.start), np.uint8)
+        codec.blank(encoded)
         return encoded
 
     def _choose(self, step: int) -> None:

@@ -124,10 +124,9 @@ def forecast(case: Case, machine: Machine) -> Plan:
 
 
 @pytest.mark.timeout(3600)
-def test_forecast(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("benchmarking")
+def test_forecast(tmp_path: Path) -> None:
     """Print every case; fail where memory is above the plan, or bytes or seconds are off too often."""
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
     from megatrain_nb.runtime.probe import measure  # noqa: PLC0415
 
     machine = measure(tmp_path)

@@ -42,9 +42,8 @@ def train(
 
 
 @pytest.mark.slow
-def test_growth(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("give --benchmark-enable")
+@pytest.mark.usefixtures("benchmarking")
+def test_growth(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 45e9:
         pytest.skip("needs 45 GB of free disk")
     rates = {}

@@ -80,22 +80,25 @@ class Worker:
         return answer
 
 
+def in_turn(one: Worker, other: Worker) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Let two workers warm up and take their steps in turn, and end."""
+    try:
+        for worker in (one, other) * WARM_UP:
+            worker.step()
+        return [(one.step(), other.step()) for _ in range(STEPS)]
+    finally:
+        other.close()
+        one.close()
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_step_time(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
+@pytest.mark.usefixtures("benchmarking")
+def test_step_time(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     window = ("--window", case.window)
     ours = Worker("offload", str(tmp_path / "offload"), *case.flags, *window)
     plain = Worker("plain", *case.plain, *window)
-    try:
-        for _ in range(WARM_UP):
-            plain.step()
-            ours.step()
-        pairs = [(plain.step(), ours.step()) for _ in range(STEPS)]
-    finally:
-        ours.close()
-        plain.close()
+    pairs = in_turn(plain, ours)
     theirs, mine = [a for a, _ in pairs], [b for _, b in pairs]
     ratio = median(b["seconds"] / a["seconds"] for a, b in pairs)
     share = median(b["share_of_bound"] for b in mine)
@@ -125,19 +128,12 @@ def test_step_time(name: str, tmp_path: Path, request: pytest.FixtureRequest) ->
 MAX_BF16 = 0.55
 
 
-def test_bf16_over_fp32(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("benchmarking")
+def test_bf16_over_fp32(tmp_path: Path) -> None:
     """Our bf16 step with an fp32 master over our own fp32 step, same budget."""
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
     single = Worker("offload", str(tmp_path / "single"), "0.8")
     half = Worker("offload", str(tmp_path / "half"), "0.8", "--bf16")
-    try:
-        for worker in (single, half) * WARM_UP:
-            worker.step()
-        pairs = [(single.step(), half.step()) for _ in range(STEPS)]
-    finally:
-        half.close()
-        single.close()
+    pairs = in_turn(single, half)
     ratio, of_cpu = (
         median(b[key] / a[key] for a, b in pairs) for key in ("seconds", "cpu_seconds")
     )
@@ -168,23 +164,14 @@ ENCODED = {
 
 
 @pytest.mark.parametrize(("window", "flags"), ENCODED)
-def test_4bit_over_fp32_moments(
-    window: str, flags: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+@pytest.mark.usefixtures("benchmarking")
+def test_4bit_over_fp32_moments(window: str, flags: str, tmp_path: Path) -> None:
     """The same step, moments in 4 bits (8 of embeddings and head) over fp32 ones."""
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
     max_ratio, max_bytes = ENCODED[window, flags]
     common = (*flags.split(), "--window", window)
     whole = Worker("offload", str(tmp_path / "whole"), *common)
     small = Worker("offload", str(tmp_path / "small"), *common, "4bit")
-    try:
-        for worker in (whole, small) * WARM_UP:
-            worker.step()
-        pairs = [(whole.step(), small.step()) for _ in range(STEPS)]
-    finally:
-        small.close()
-        whole.close()
+    pairs = in_turn(whole, small)
     ratio, of_cpu = (
         median(b[key] / a[key] for a, b in pairs) for key in ("seconds", "cpu_seconds")
     )

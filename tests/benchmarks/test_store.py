@@ -66,11 +66,8 @@ def ours(store: DiskStore, slabs: list[Any], operation: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operation", ["write", "read"])
-def test_ratio_to_fio(
-    operation: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("give --benchmark-enable")
+@pytest.mark.usefixtures("benchmarking")
+def test_ratio_to_fio(operation: str, tmp_path: Path) -> None:
     if shutil.which("fio") is None:
         pytest.skip("fio is not installed")
     (tmp_path / "fio").mkdir()

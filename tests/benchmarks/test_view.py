@@ -27,10 +27,9 @@ PAIRS = 8
 
 
 @pytest.mark.parametrize("blocks", MAX_DRAW_S)
-def test_drawing(blocks: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("benchmarking")
+def test_drawing(blocks: int) -> None:
     """CPU time of building the page; what the widget's message adds is measured in the browser."""
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
     snap = full_snapshot(blocks, count=64)
     taken = []
     for _ in range(50):
@@ -59,10 +58,9 @@ class Surface:
     finish = show
 
 
-def test_overhead(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.usefixtures("benchmarking")
+def test_overhead(tmp_path: Path) -> None:
     """CPU seconds of a step with recorder and view over those without, alternating in one process."""
-    if not request.config.getoption("--benchmark-enable"):
-        pytest.skip("benchmarks run with --benchmark-enable (make bench)")
     config = transformers.LlamaConfig(
         hidden_size=192, intermediate_size=512, num_hidden_layers=12, num_attention_heads=4, vocab_size=512,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 import megatrain_nb as mt
 from megatrain_nb.runtime import session as session_module
+from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.store.host import HostPool
 
 if TYPE_CHECKING:
@@ -36,11 +37,12 @@ both_ways = pytest.mark.parametrize("window", [False, True], ids=["loop", "windo
 class Layer(nn.Module):
     """Norm, two linear maps, a residual."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, inner: int | None = None) -> None:
         super().__init__()
+        inner = inner or 2 * width
         self.norm: nn.Module = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
 
     def forward(self, x: Tensor, *_: Any) -> Any:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -55,12 +57,14 @@ class TinyLM(nn.Module):
         *,
         num_layers: int = 3,
         tied: bool = False,
+        vocabulary: int = VOCABULARY,
+        width: int = WIDTH,
     ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(layer() for _ in range(num_layers))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head: Any = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm = nn.LayerNorm(width)
+        self.head: Any = nn.Linear(width, vocabulary, bias=False)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -104,6 +108,13 @@ def opened(
         session._lock.release()
         if mt.current_session() is session:
             session_module._current = None
+
+
+def set_tile_numel(patch: pytest.MonkeyPatch, tile_numel: int) -> None:
+    """Let packs that are made from now on have tiles of this many elements."""
+    defaults = Pager.__init__.__kwdefaults__
+    assert defaults is not None
+    patch.setitem(defaults, "tile_numel", tile_numel)
 
 
 def wrapped(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+import pytest
 import torch
 
 import megatrain_nb as mt
@@ -17,18 +18,17 @@ from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.lanes import ThreadLanes
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.optimizer import AdamW
-from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.slots import SlotDevice
 from megatrain_nb.runtime.threadstate import ThreadState
 from megatrain_nb.runtime.window import _streams
 from megatrain_nb.store.host import HostPool
+from tests.runtime.common import set_tile_numel
 from tests.runtime.models import make_model, make_window, own_loss
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    import pytest
     from torch import Tensor, nn
 
     from megatrain_nb.runtime.session import Session
@@ -263,11 +263,8 @@ def opened(
     compression: Any = False,
 ) -> Iterator[Session]:
     """Open a session in which models live where ``place`` says: ``"ram"``, ``"disk"`` or ``"mixed"``."""
-    defaults = Pager.__init__.__kwdefaults__
-    assert defaults is not None
-    before = defaults["tile_numel"]
-    defaults["tile_numel"] = tile_numel
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        set_tile_numel(patch, tile_numel)
         with mt.init(
             path, max_ram_gb=2.0, optimizer_compression=compression
         ) as session:
@@ -277,8 +274,6 @@ def opened(
                 place
             ]
             yield session
-    finally:
-        defaults["tile_numel"] = before
 
 
 def streamed_trace(case: Case, session: Session, steps: int = 5) -> Trace:

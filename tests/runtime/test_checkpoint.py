@@ -17,7 +17,6 @@ from torch import nn
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.offload import offload
-from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.tilefile import TileFile
 from tests.runtime.common import (
@@ -29,6 +28,7 @@ from tests.runtime.common import (
     loss_of,
     report_of,
     seeded,
+    set_tile_numel,
     snapshot,
 )
 from tests.runtime.models import covering
@@ -151,16 +151,11 @@ def opened(
     **kwargs: Any,
 ) -> Iterator[mt.Session]:
     """A session with small tiles."""
-    defaults = Pager.__init__.__kwdefaults__
-    assert defaults is not None
-    before = defaults["tile_numel"]
-    defaults["tile_numel"] = tile_numel
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        set_tile_numel(patch, tile_numel)
         with mt.init(directory, **({"max_ram_gb": 0.5} | kwargs)) as session:
             session.max_resident_bytes = places[place]
             yield session
-    finally:
-        defaults["tile_numel"] = before
 
 
 def train(run: Run, count: int) -> list[float]:

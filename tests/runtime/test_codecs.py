@@ -26,10 +26,12 @@ from megatrain_nb.runtime import offload, update
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.source import encoded_of
-from tests.codec.common import decoded, encoded
+from tests.codec.common import QUANTISED, decoded, encoded
+from tests.optim.common import by_torch
 from tests.optim.test_encoded import twin
 from tests.runtime.common import (
     Layer,
+    TinyLM,
     batch,
     differing,
     loss_of,
@@ -50,29 +52,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WIDTH = 64
-QUANTISED = ("8bit", "4bit", "3bit", "2bit")
 # Rows that are no multiple of a block, so that padding and short last blocks are met.
 ROWS = 131
 
 
-class WideLM(nn.Module):
+class WideLM(TinyLM):
     """An embedding and a head of 8384 parameters, layers with two matrices of 8192, vectors."""
 
     def __init__(self, *, tied: bool = False, num_layers: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(ROWS, WIDTH)
-        self.layers = nn.ModuleList(Layer(WIDTH) for _ in range(num_layers))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head: Any = nn.Linear(WIDTH, ROWS, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        super().__init__(
+            lambda: Layer(WIDTH),
+            num_layers=num_layers,
+            tied=tied,
+            vocabulary=ROWS,
+            width=WIDTH,
+        )
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -137,40 +131,14 @@ class Reference:
         )
         if codec.name == "raw":
             m, v = data.view(np.float32).reshape(2, numel)
-            new, m, v = by_torch(values, m, v, grad, config, step, scale)
+            new, m, v = by_torch(
+                values, m, v, grad, config=config, step=step, grad_scale=scale
+            )
             data[:] = np.concatenate([m, v]).view(np.uint8)
         else:
             new, data[:] = twin(values, data, grad, segment, scale)
         with torch.no_grad():
             param.copy_(torch.from_numpy(new).view(param.shape))
-
-
-def by_torch(
-    param: Any, m: Any, v: Any, grad: Any, config: AdamWConfig, step: int, scale: float
-) -> tuple[Any, Any, Any]:
-    """AdamW on fp32 moments by torch itself."""
-    values = nn.Parameter(torch.from_numpy(param.copy()))
-    optimizer = torch.optim.AdamW(
-        [values],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
-    optimizer.state[values] = {
-        "step": torch.tensor(float(step - 1)),
-        "exp_avg": torch.from_numpy(m.copy()),
-        "exp_avg_sq": torch.from_numpy(v.copy()),
-    }
-    values.grad = torch.from_numpy(grad * np.float32(scale))
-    optimizer.step()
-    state = optimizer.state[values]
-    return (
-        values.detach().numpy(),
-        state["exp_avg"].numpy(),
-        state["exp_avg_sq"].numpy(),
-    )
 
 
 def codes(model: Any) -> dict[str, bytes]:
@@ -210,6 +178,16 @@ def train(model: Any, optimizer: Any, steps: int, path: str, count: int = 2) -> 
             window_step(model, optimizer, step, count)
         else:
             plain_step(model, optimizer, step, count)
+
+
+def state_of(optimizer: Any) -> dict[str, Any]:
+    """A state dict of its own: what the optimizer does later changes nothing in it."""
+    state = optimizer.state_dict()
+    state["state"] = {
+        index: {key: value.clone() for key, value in values.items()}
+        for index, values in state["state"].items()
+    }
+    return copy.deepcopy(state)
 
 
 def reference(
@@ -423,12 +401,7 @@ def test_state_dict_goes_out_and_in_byte_for_byte(tmp_path: Path, name: str) -> 
     with opened(tmp_path / "a", "disk", compression=name) as _:
         model, optimizer = start(WideLM)
         train(model, optimizer, 3, "window")
-        state = optimizer.state_dict()
-        state["state"] = {
-            index: {key: value.clone() for key, value in values.items()}
-            for index, values in state["state"].items()
-        }
-        state = copy.deepcopy(state)
+        state = state_of(optimizer)
         weights, before = snapshot(model), codes(model)
         train(model, optimizer, 2, "window")
         end, last = snapshot(model), codes(model)
@@ -509,16 +482,13 @@ def test_a_gradient_that_is_not_finite(tmp_path: Path, nonfinite: str) -> None:
 
 
 def codecs_of(model: Any) -> dict[str, str]:
-    spec = model._megatrain.layers.spec
-    return {param.name: param.codec for pack in spec.packs for param in pack.params}
+    codecs: dict[str, str] = model._megatrain.codecs
+    return codecs
 
 
 def test_patterns_and_groups(tmp_path: Path) -> None:
     rules = {"layers.0.up": False, "layers.*": "2bit", "head.weight": "4bit"}
     with opened(tmp_path, "disk", compression=rules) as session:
-        model = seeded(WideLM)
-        groups = groups_of(model)
-        groups[0]["optimizer_compression"] = "8bit"
         model, _ = wrapped(seeded(WideLM))
         found = codecs_of(model)
         assert found["layers.0.up.weight"] == "raw"

@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import megatrain_nb as mt
-from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import MOMENTS, What
 from megatrain_nb.store.disk import DATA_NAME
 from tests.runtime.common import (
-    WIDTH,
+    Layer,
     TinyLM,
     differing,
     opened,
     plain_step,
     seeded,
+    set_tile_numel,
     snapshot,
     window_step,
     wrapped,
@@ -35,21 +34,9 @@ LOSSLESS: dict[str, Any] = {
 }
 
 
-class WideLayer(nn.Module):
-    """A residual layer whose tiles have some 270 kB: enough that they pack."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2048)
-        self.down = nn.Linear(2048, WIDTH)
-
-    def forward(self, x: Tensor) -> Any:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
 def wide() -> Any:
-    return TinyLM(WideLayer)
+    """A model of layers whose tiles have some 270 kB: enough that they pack."""
+    return TinyLM(lambda: Layer(inner=2048))
 
 
 def train(
@@ -165,13 +152,8 @@ def test_moments_that_are_fp32_again_are_packed(tmp_path: Path) -> None:
 def test_it_goes_on_exactly_after_small_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Pager.__init__
-
-    def small(self: Pager, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **{**kwargs, "tile_numel": 16 * 1024})
-
     plain, _, _ = train(tmp_path)
-    monkeypatch.setattr(Pager, "__init__", small)
+    set_tile_numel(monkeypatch, 16 * 1024)
     packed, sizes, _ = train(tmp_path, **LOSSLESS)
     assert differing(plain, packed) == []
     assert sizes[1] < sizes[0]

@@ -14,10 +14,10 @@ from megatrain_nb.codec.base import Key
 from megatrain_nb.runtime import chooser, offload
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.disk import DiskStore
-from tests.codec.common import encoded
+from tests.codec.common import QUANTISED, encoded
 from tests.runtime.common import differing, plain_step, snapshot, window_step
 from tests.runtime.plain import TILE_NUMEL, opened
-from tests.runtime.test_codecs import WideLM, codecs_of, codes, start, train
+from tests.runtime.test_codecs import WideLM, codecs_of, codes, start, state_of, train
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ def moments_of(model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("place", ["ram", "disk", "mixed"])
-@pytest.mark.parametrize("name", ["8bit", "4bit", "3bit", "2bit"])
+@pytest.mark.parametrize("name", QUANTISED)
 def test_to_a_codec_and_back(tmp_path: Path, name: str, place: str) -> None:
     """fp32 to bits rounds as the codec does; bits to fp32 and back changes nothing."""
     with opened(tmp_path, place) as session:
@@ -262,11 +262,7 @@ def test_dynamic_resumes_from_a_state_dict(tmp_path: Path) -> None:
         model, optimizer = start(WideLM)
         train(model, optimizer, 3, "window")
         optimizer.finish()
-        state = optimizer.state_dict()
-        state["state"] = {
-            index: {key: value.clone() for key, value in values.items()}
-            for index, values in state["state"].items()
-        }
+        state = state_of(optimizer)
         weights, before = snapshot(model), codes(model)
         assert {"2bit", "3bit"} & set(state["moment_codecs"].values())
     with opened(tmp_path / "b", "ram", compression="dynamic") as _:

@@ -162,20 +162,21 @@ def tile_of(content: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def make_checksum_fit(path: Path) -> None:
+    """Note the checksum that a file of a checkpoint has now."""
+    sums = path.with_name("checksums")
+    lines = [x for x in sums.read_text().splitlines() if not x.endswith(path.name)]
+    lines.append(f"{xxh3_64_hexdigest(path.read_bytes())} {path.name}")
+    sums.write_text("\n".join(lines))
+
+
 def rewritten(taken: Checkpoint, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a manifest, and make its checksum fit."""
     path = taken.folder / "manifest.json"
     content = json.loads(path.read_text())
     changed = change(content)
     path.write_text(json.dumps(content if changed is None else changed))
-    sums = taken.folder / "checksums"
-    lines = [
-        line
-        for line in sums.read_text().splitlines()
-        if not line.endswith("manifest.json")
-    ]
-    lines.append(f"{xxh3_64_hexdigest(path.read_bytes())} manifest.json")
-    sums.write_text("\n".join(lines))
+    make_checksum_fit(path)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from xxhash import xxh3_64_hexdigest
 
 from megatrain_nb.codec.lossless import chunks
 from megatrain_nb.errors import MegatrainError
@@ -26,7 +25,7 @@ from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.packing import STAGING_BYTES
 from tests.codec.floats import smooth
 from tests.store.conformance import noise, put
-from tests.store.test_checkpoint import take
+from tests.store.test_checkpoint import make_checksum_fit, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,10 +105,7 @@ def change_json(path: Path, dice: random.Random) -> None:
     for _ in range(dice.choice((1, 1, 2, 5))):
         content = replace_value(content, dice)
     path.write_text(json.dumps(content))
-    sums = path.with_name("checksums")
-    lines = [x for x in sums.read_text().splitlines() if not x.endswith(path.name)]
-    lines.append(f"{xxh3_64_hexdigest(path.read_bytes())} {path.name}")
-    sums.write_text("\n".join(lines))
+    make_checksum_fit(path)
 
 
 def become(path: Path, make: Callable[[], object]) -> None:

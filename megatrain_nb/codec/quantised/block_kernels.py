@@ -216,6 +216,12 @@ def code_of(first: np.uint32, level: np.uint32, most: np.uint32) -> np.uint32:
     return code if code < most else most
 
 
+@inlined
+def v_of_code(first: np.uint32, code: np.uint32, x: V) -> np.float32:
+    """Return v of a code, in a block whose code 0 is the level ``first``."""
+    return to_float(u4(u4(first - code) << x.shift))
+
+
 class BlockKernels(NamedTuple):
     """What a codec is, compiled; see the functions of these names at the end."""
 

@@ -10,7 +10,7 @@ from numpy import int32 as i4
 from numpy import uint8 as u1
 from numpy import uint32 as u4
 
-from megatrain_nb.codec.kernels import to_bits, to_float
+from megatrain_nb.codec.kernels import load, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
     BlockKernels,
     Counter,
@@ -23,6 +23,7 @@ from megatrain_nb.codec.quantised.block_kernels import (
     to_largest,
     top_of,
     v_of,
+    v_of_code,
 )
 from megatrain_nb.codec.quantised.blocks import HALF, SMALLEST_SCALE
 from megatrain_nb.jit import inlined
@@ -45,8 +46,7 @@ def linear_kernels(codec: Linear) -> BlockKernels:
 
     @inlined
     def begin_decode(planes: Planes, b: int, s: Scratch) -> Any:
-        step = to_float(u4(u4(planes.scale[b]) << u4(16)))
-        return step, first_of(u4(planes.top[b]), x)
+        return load(planes.scale, b), first_of(u4(planes.top[b]), x)
 
     @inlined
     def decode(planes: Planes, b: int, s: Scratch, header: Any, i: int) -> Any:
@@ -60,8 +60,8 @@ def linear_kernels(codec: Linear) -> BlockKernels:
         return (
             f4(f4(f4(i4(m_0)) - zero) * step),
             f4(f4(f4(i4(m_1)) - zero) * step),
-            to_float(u4(u4(first - v_0) << x.shift)),
-            to_float(u4(u4(first - v_1) << x.shift)),
+            v_of_code(first, v_0, x),
+            v_of_code(first, v_1, x),
         )
 
     @inlined

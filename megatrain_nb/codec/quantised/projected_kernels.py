@@ -11,7 +11,7 @@ from numpy import uint8 as u1
 from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
-from megatrain_nb.codec.kernels import to_bits, to_float
+from megatrain_nb.codec.kernels import load, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
     BlockKernels,
     Counter,
@@ -25,6 +25,7 @@ from megatrain_nb.codec.quantised.block_kernels import (
     to_largest,
     top_of,
     v_of,
+    v_of_code,
 )
 from megatrain_nb.codec.quantised.blocks import HALF, SMALLEST_SCALE
 from megatrain_nb.codec.quantised.projected import SLACK, UNIT
@@ -99,8 +100,7 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         if three_bits:
             _unpack_high(planes.m, b, s.m_code)
             _unpack_high(planes.v, b, s.v_code)
-        step = to_float(u4(u4(planes.scale[b]) << u4(16)))
-        return step, first_of(u4(planes.top[b]), x)
+        return load(planes.scale, b), first_of(u4(planes.top[b]), x)
 
     @inlined
     def restore_m(code: np.uint32, v_code: np.uint32, step: np.float32) -> np.float32:
@@ -116,8 +116,8 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         return (
             restore_m(s.m_code[i], v_0, step),
             restore_m(s.m_code[i + HALF], v_1, step),
-            to_float(u4(u4(first - v_0) << x.shift)),
-            to_float(u4(u4(first - v_1) << x.shift)),
+            v_of_code(first, v_0, x),
+            v_of_code(first, v_1, x),
         )
 
     @inlined
