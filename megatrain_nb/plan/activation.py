@@ -104,6 +104,11 @@ def kept_bytes(shape: Shape, part: Part, window: Window, *, bf16: bool) -> int:
     return math.ceil(window.rows * (elements * size + more))
 
 
+def largest_kept_bytes(shape: Shape, window: Window, *, bf16: bool) -> int:
+    """Return what one call keeps of the block that keeps the most, in bytes."""
+    return max(kept_bytes(shape, part, window, bf16=bf16) for part in shape.parts)
+
+
 def border_bytes(shape: Shape, window: Window, *, bf16: bool) -> int:
     """Return what the inputs of all blocks take that wait for their backward, in bytes."""
     blocks = sum(part.count for part in shape.parts)
