@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +49,7 @@ def shape_of(what: Any) -> Shape:
     """
     if isinstance(what, nn.Module):
         offloaded = offloaded_model(what)
-        return _shape(
-            what,
-            cut(what) if offloaded is None else offloaded.layers,
-            type(what).__name__,
-        )
+        return _shape(what, cut(what) if offloaded is None else offloaded.layers)
     if isinstance(what, str | Path):
         what = _read_config(Path(what))
     if not hasattr(what, "model_type"):
@@ -62,7 +59,7 @@ def shape_of(what: Any) -> Shape:
         )
         raise ArgumentError(msg)
     model = draft(what)
-    return _shape(model, cut(model), type(model).__name__)
+    return _shape(model, cut(model))
 
 
 def draft(config: Any, architecture: str = "") -> nn.Module:
@@ -116,7 +113,7 @@ def _read_config(path: Path) -> Any:
         raise ArgumentError(msg) from error
 
 
-def _shape(model: nn.Module, layers: Layers, name: str) -> Shape:
+def _shape(model: nn.Module, layers: Layers) -> Shape:
     config = getattr(model, "config", None)
     parts: list[Part] = []
     for block in layers.blocks:
@@ -127,7 +124,7 @@ def _shape(model: nn.Module, layers: Layers, name: str) -> Shape:
             parts.append(part)
     text = getattr(config, "get_text_config", lambda: config)()
     return Shape(
-        name=name,
+        name=type(model).__name__,
         family=str(getattr(config, "model_type", "")),
         dims=_dims(text, layers),
         parts=tuple(parts),
@@ -187,22 +184,10 @@ def _kind(model: nn.Module, module: nn.Module, *, numbered: bool) -> str:
 
 def _join(before: Part, after: Part) -> Part | None:
     """Return one part for both if they are equal blocks that follow each other."""
-    last = Part(
-        name=before.name,
-        kind=before.kind,
-        params=before.params,
-        uses=before.uses,
-        first=before.first + before.count,
-    )
-    if "{}" not in before.name or last != after or before.uses:
+    following = replace(before, first=before.first + before.count, count=1)
+    if "{}" not in before.name or following != after or before.uses:
         return None
-    return Part(
-        name=before.name,
-        kind=before.kind,
-        params=before.params,
-        first=before.first,
-        count=before.count + 1,
-    )
+    return replace(before, count=before.count + 1)
 
 
 def _dims(config: Any, layers: Layers) -> Dims:
