@@ -18,7 +18,13 @@ from megatrain_nb.notebook.lines import magic_line, python_lines
 from megatrain_nb.plan import catalogue
 from megatrain_nb.plan.planner import make_plan
 from megatrain_nb.plan.report import as_text
-from megatrain_nb.runtime.forecast import find_machine, find_shape, read_cache
+from megatrain_nb.runtime.forecast import (
+    estimate,
+    find_machine,
+    find_shape,
+    read_cache,
+    session_directory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,8 +74,6 @@ class Explorer:
     """
 
     def __init__(self, what: Any = None, machine: Any = None, **choices: Any) -> None:
-        from megatrain_nb.runtime.forecast import estimate  # noqa: PLC0415
-
         self._shapes: dict[str, Shape] = {}
         self._machines: dict[str, Machine] = {}
         model, named = self._take_model(what), self._take_machine(machine)
@@ -391,7 +395,5 @@ def _in_kernel() -> bool:
 
 
 def _session_directory() -> str:
-    from megatrain_nb.runtime.forecast import session_directory  # noqa: PLC0415
-
     found = session_directory()
     return _DISK_DIR if found is None else str(found)
