@@ -75,9 +75,7 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield 'optimizer_compression="4bit": moments in 4 bits, not lossless', small
     for tier in ("ram", "disk"):
         name, have = f"max_{tier}_bytes", getattr(plan.machine, f"{tier}_bytes")
-        given = getattr(choices, name)
-        need = given and _least_budget(plan, name, given, have)
-        if need:
+        if getattr(choices, name) and (need := _least_budget(plan, tier)):
             text = f"max_{tier}_gb={need / 1e9:.3g} (this machine has {format_bytes(have)})"
             yield text, plan.changed(**{name: need})
     length = longest_sequence(plan)
@@ -149,11 +147,13 @@ def _faster(plan: Plan) -> Iterator[tuple[str, Plan]]:
         )
 
 
-def _least_budget(plan: Plan, name: str, low: int, high: int) -> int | None:
-    """Return the least budget between two with which the plan fits; None if none does."""
-    if high < low:
+def _least_budget(plan: Plan, tier: str) -> int | None:
+    """Return the least budget, from the given one up to all of the tier, with which the plan fits; None if none does."""
+    name, have = f"max_{tier}_bytes", getattr(plan.machine, f"{tier}_bytes")
+    given = getattr(plan.choices, name) or have
+    if have < given:
         return None
-    return _least(lambda size: plan.changed(**{name: size}).fits, low, high)
+    return _least(lambda size: plan.changed(**{name: size}).fits, given, have)
 
 
 def _least(does: Callable[[int], bool], low: int, high: int) -> int | None:
