@@ -37,7 +37,15 @@ _THIS = "this machine"
 _GIVEN = "the given one"
 _LENGTHS = [2**power for power in range(6, 18)]
 _COUNTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-_SIZES = ("ram", "vram", "disk", "read", "write", "link")
+# The sliders for a machine's figures, and which they show.
+_FIGURES = {
+    "ram": "ram_bytes",
+    "vram": "vram_bytes",
+    "disk": "disk_bytes",
+    "read": "read_bytes_per_s",
+    "write": "write_bytes_per_s",
+    "link": "onload_bytes_per_s",
+}
 _DISK_DIR = "/nvme/scratch"
 
 
@@ -147,13 +155,12 @@ class Explorer:
                 value=value,
                 layout=wide,
                 style=style,
-                **({"continuous_update": True} if kind else {}),
             )
 
         def size(name: str, num_bytes: float, unit: str = "GB") -> Any:
             return widgets.FloatLogSlider(
                 description=f"{name}, {unit}",
-                value=max(num_bytes / 1e9, 0.1),
+                value=_on_slider(num_bytes),
                 base=10,
                 min=-1,
                 max=4.5,
@@ -228,7 +235,7 @@ class Explorer:
                 max_disk_bytes=None,
             )
             self._named = self._controls["machine"].value
-            for size in _SIZES:
+            for size in _FIGURES:
                 self._moved.pop(size, None)
             self._fill(self._machine(self._named))
         else:
@@ -302,15 +309,8 @@ class Explorer:
         """Let the sliders show another machine's figures."""
         self._filling = True
         try:
-            for name, value in (
-                ("ram", machine.ram_bytes),
-                ("vram", machine.vram_bytes),
-                ("disk", machine.disk_bytes),
-                ("read", machine.read_bytes_per_s),
-                ("write", machine.write_bytes_per_s),
-                ("link", machine.onload_bytes_per_s),
-            ):
-                self._controls[name].value = max(value / 1e9, 0.1)
+            for name, field in _FIGURES.items():
+                self._controls[name].value = _on_slider(getattr(machine, field))
         finally:
             self._filling = False
         self._show_device(machine)
@@ -386,6 +386,11 @@ _COPY_STYLE = """
 
 def _with(options: list[int], value: int) -> list[int]:
     return sorted({*options, value})
+
+
+def _on_slider(num_bytes: float) -> float:
+    """Return gigabytes, not less than where a slider begins."""
+    return max(num_bytes / 1e9, 0.1)
 
 
 def _in_kernel() -> bool:
