@@ -6,7 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.logits import Chunking, cut_logits, room_for_logits
+from megatrain_nb.plan.logits import (
+    Chunking,
+    cut_logits,
+    room_for_logits,
+    whole_logits_bytes,
+)
 
 if TYPE_CHECKING:
     from megatrain_nb.plan.shape import Part, Shape
@@ -145,7 +150,8 @@ def logits_bytes(
         training=True,
     )
     if chunking is None:
-        return 4 * window.rows * dims.vocabulary * 4, None
+        whole = whole_logits_bytes(tokens=window.rows, vocabulary=dims.vocabulary)
+        return whole, None
     hidden = 2 * window.rows * dims.hidden * 4
     return 2 * chunking.tokens * dims.vocabulary * 4 + hidden, chunking
 

@@ -24,6 +24,7 @@ from megatrain_nb.plan.activation import (
 )
 from megatrain_nb.plan.device import plan_device, slot_bytes
 from megatrain_nb.plan.keep import choose_kept, prefers_kept
+from megatrain_nb.plan.logits import whole_logits_bytes
 from megatrain_nb.plan.memory import (
     Residency,
     disk_need_bytes,
@@ -272,7 +273,9 @@ class Plan:
         spec = shape.spec(split=bf16)
         one = replace(window, accumulation=1)
         largest = largest_kept_bytes(shape, window, bf16=bf16)
-        logits = 4 * window.rows * shape.dims.vocabulary * 4
+        logits = whole_logits_bytes(
+            tokens=window.rows, vocabulary=shape.dims.vocabulary
+        )
         return (
             Item("weights", sum(pack.numel for pack in spec.packs) * 4),
             Item("gradients", sum(pack.grad_bytes for pack in spec.packs)),
