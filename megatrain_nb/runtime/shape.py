@@ -17,6 +17,8 @@ from megatrain_nb.runtime.layers import cut
 from megatrain_nb.runtime.offload import offloaded_model
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatrain_nb.plan.model import ModelSpec, PackSpec
     from megatrain_nb.runtime.layers import Layers
 
@@ -116,8 +118,9 @@ def _read_config(path: Path) -> Any:
 def _shape(model: nn.Module, layers: Layers) -> Shape:
     config = getattr(model, "config", None)
     parts: list[Part] = []
+    owners = layers.spec.owners()
     for block in layers.blocks:
-        part = _part(model, layers.spec, block.spec.index, block.module)
+        part = _part(model, layers.spec, block.spec.index, block.module, owners)
         if parts and (joined := _join(parts[-1], part)) is not None:
             parts[-1] = joined
         else:
@@ -133,13 +136,19 @@ def _shape(model: nn.Module, layers: Layers) -> Shape:
     )
 
 
-def _part(model: nn.Module, spec: ModelSpec, index: int, module: nn.Module) -> Part:
+def _part(
+    model: nn.Module,
+    spec: ModelSpec,
+    index: int,
+    module: nn.Module,
+    owners: Mapping[int, int],
+) -> Part:
     block = spec.blocks[index]
-    earlier = {pack for other in spec.blocks[:index] for pack in other.packs}
-    own = [pack for pack in block.packs if pack not in earlier]
+    own = [pack for pack in block.packs if owners[pack] == index]
     number = _NUMBER.search(block.name)
     name = _NUMBER.sub("{}", block.name, count=1)
-    uses = () if own == list(block.packs) else tuple(_owners(spec, block.packs))
+    borrows = own != list(block.packs)
+    used = (spec.blocks[owners[pack]].name for pack in block.packs)
     return Part(
         name=name,
         kind=_kind(model, module, numbered=number is not None),
@@ -147,16 +156,8 @@ def _part(model: nn.Module, spec: ModelSpec, index: int, module: nn.Module) -> P
         params=tuple(
             entry for pack in own for entry in _params(spec.packs[pack], block.name)
         ),
-        uses=uses,
+        uses=tuple(used) if borrows else (),
     )
-
-
-def _owners(spec: ModelSpec, packs: tuple[int, ...]) -> list[str]:
-    first: dict[int, str] = {}
-    for block in spec.blocks:
-        for pack in block.packs:
-            first.setdefault(pack, block.name)
-    return [first[pack] for pack in packs]
 
 
 def _params(pack: PackSpec, block: str) -> list[tuple[str, tuple[int, ...]]]:
