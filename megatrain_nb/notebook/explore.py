@@ -18,7 +18,13 @@ from megatrain_nb.notebook.lines import magic_line, python_lines
 from megatrain_nb.plan import catalogue
 from megatrain_nb.plan.planner import make_plan
 from megatrain_nb.plan.report import as_text
-from megatrain_nb.runtime.forecast import find_machine, find_shape, read_cache
+from megatrain_nb.runtime.forecast import (
+    estimate,
+    find_machine,
+    find_shape,
+    read_cache,
+    session_directory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +37,15 @@ _THIS = "this machine"
 _GIVEN = "the given one"
 _LENGTHS = [2**power for power in range(6, 18)]
 _COUNTS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-_SIZES = ("ram", "vram", "disk", "read", "write", "link")
+# The sliders for a machine's figures, and which they show.
+_FIGURES = {
+    "ram": "ram_bytes",
+    "vram": "vram_bytes",
+    "disk": "disk_bytes",
+    "read": "read_bytes_per_s",
+    "write": "write_bytes_per_s",
+    "link": "onload_bytes_per_s",
+}
 _DISK_DIR = "/nvme/scratch"
 
 
@@ -68,8 +82,6 @@ class Explorer:
     """
 
     def __init__(self, what: Any = None, machine: Any = None, **choices: Any) -> None:
-        from megatrain_nb.runtime.forecast import estimate  # noqa: PLC0415
-
         self._shapes: dict[str, Shape] = {}
         self._machines: dict[str, Machine] = {}
         model, named = self._take_model(what), self._take_machine(machine)
@@ -143,13 +155,12 @@ class Explorer:
                 value=value,
                 layout=wide,
                 style=style,
-                **({"continuous_update": True} if kind else {}),
             )
 
         def size(name: str, num_bytes: float, unit: str = "GB") -> Any:
             return widgets.FloatLogSlider(
                 description=f"{name}, {unit}",
-                value=max(num_bytes / 1e9, 0.1),
+                value=_on_slider(num_bytes),
                 base=10,
                 min=-1,
                 max=4.5,
@@ -224,7 +235,7 @@ class Explorer:
                 max_disk_bytes=None,
             )
             self._named = self._controls["machine"].value
-            for size in _SIZES:
+            for size in _FIGURES:
                 self._moved.pop(size, None)
             self._fill(self._machine(self._named))
         else:
@@ -298,15 +309,8 @@ class Explorer:
         """Let the sliders show another machine's figures."""
         self._filling = True
         try:
-            for name, value in (
-                ("ram", machine.ram_bytes),
-                ("vram", machine.vram_bytes),
-                ("disk", machine.disk_bytes),
-                ("read", machine.read_bytes_per_s),
-                ("write", machine.write_bytes_per_s),
-                ("link", machine.onload_bytes_per_s),
-            ):
-                self._controls[name].value = max(value / 1e9, 0.1)
+            for name, field in _FIGURES.items():
+                self._controls[name].value = _on_slider(getattr(machine, field))
         finally:
             self._filling = False
         self._show_device(machine)
@@ -384,6 +388,11 @@ def _with(options: list[int], value: int) -> list[int]:
     return sorted({*options, value})
 
 
+def _on_slider(num_bytes: float) -> float:
+    """Return gigabytes, not less than where a slider begins."""
+    return max(num_bytes / 1e9, 0.1)
+
+
 def _in_kernel() -> bool:
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module else None
@@ -391,7 +400,5 @@ def _in_kernel() -> bool:
 
 
 def _session_directory() -> str:
-    from megatrain_nb.runtime.forecast import session_directory  # noqa: PLC0415
-
     found = session_directory()
     return _DISK_DIR if found is None else str(found)

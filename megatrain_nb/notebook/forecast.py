@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from html import escape
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.planner import spec_of
 from megatrain_nb.plan.report import (
     BOUNDS,
+    FONT,
     LANES,
     OTHER,
     TIERS,
+    TRACK,
     bars_html,
     colour,
-    rows,
+    needs_text,
+    rows_html,
+    segments_html,
     tiers_of,
     title,
     verdict,
@@ -30,8 +35,6 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.timeline import Span
 
 _COLUMNS = 200
-_TRACK = "rgba(128,128,128,.2)"
-_FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
 _HEAD = "font-size:11px;letter-spacing:.03em;opacity:.72;margin:12px 0 4px"
 _STAYS = {3: "#3b8fd4", 2: "#7fb2e0", 1: "#c3a25a", 0: "rgba(128,128,128,.35)"}
 _STAYS_TEXT = {
@@ -47,7 +50,7 @@ def plan_html(plan: Plan) -> str:
     colour = "#1fa37a" if plan.fits else "#d55e00"
     bound = BOUNDS[plan.bound_by]
     return (
-        f'<div style="max-width:980px;font:13px/1.45 {_FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="max-width:980px;font:13px/1.45 {FONT};font-variant-numeric:tabular-nums">'
         f'<div style="font-size:15px;font-weight:600;margin:4px 0">{escape(title(plan))}</div>'
         f'<div><span style="display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:6px;'
         f'background-color:{colour}"></span><b>{escape(verdict(plan))}</b> &middot; '
@@ -109,16 +112,12 @@ def timeline_html(plan: Plan) -> str:
         out.append(
             '<div style="display:flex;align-items:center;margin-top:3px"><div style="width:130px">'
             f"{name} {busy:.0%}</div>"
-            f'<div style="flex:1;display:flex;height:14px;background-color:{_TRACK};border-radius:3px;overflow:hidden">'
+            f'<div style="flex:1;display:flex;height:14px;background-color:{TRACK};border-radius:3px;overflow:hidden">'
             f"{parts}</div></div>"
         )
-    least = ", ".join(
-        f"{BOUNDS[name]} needs {format_seconds(seconds)}"
-        for name, seconds in plan.least_seconds.items()
-    )
     return (
         f"{''.join(out)}"
-        f'<div style="margin-top:4px">Bound by <b>{BOUNDS[plan.bound_by]}</b>: {least}.</div>'
+        f'<div style="margin-top:4px">Bound by <b>{BOUNDS[plan.bound_by]}</b>: {needs_text(plan)}.</div>'
     )
 
 
@@ -135,15 +134,10 @@ def conventional_html(plan: Plan) -> str:
         ("all in one memory", theirs, total),
         (where, ours, here),
     ):
-        parts = "".join(
-            f'<div title="{escape(item.name)}: {format_bytes(item.num_bytes)}" style="width:{item.num_bytes / whole:.3%};'
-            f'background-color:{colour(item.name)}"></div>'
-            for item in items
-        )
         out.append(
             f'<div style="display:flex;align-items:center;margin-top:3px"><div style="width:230px">{name}: '
             f"<b>{format_bytes(size)}</b></div>"
-            f'<div style="flex:1;display:flex;height:14px">{parts}</div></div>'
+            f'<div style="flex:1;display:flex;height:14px">{segments_html(items, whole)}</div></div>'
         )
     return "".join(out)
 
@@ -165,7 +159,7 @@ def machine_html(machine: Machine) -> str:
     most = max(rate for _, rate in rates)
     bars = "".join(
         f'<div style="display:flex;align-items:center;margin-top:3px"><div style="width:160px">{name}</div>'
-        f'<div style="flex:1;background-color:{_TRACK};height:12px"><div style="width:{rate / most:.2%};height:12px;'
+        f'<div style="flex:1;background-color:{TRACK};height:12px"><div style="width:{rate / most:.2%};height:12px;'
         f'background-color:#3b8fd4"></div></div><div style="width:90px;text-align:right">{rate / 1e9:.3g} GB/s</div></div>'
         for name, rate in rates
     )
@@ -176,7 +170,7 @@ def machine_html(machine: Machine) -> str:
         for label, text, known in machine.rows()
     )
     return (
-        f'<div style="max-width:720px;font:13px/1.45 {_FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="max-width:720px;font:13px/1.45 {FONT};font-variant-numeric:tabular-nums">'
         f'<div style="font-size:15px;font-weight:600;margin:4px 0">{escape(machine.name)}</div>{bars}'
         f'<table style="margin-top:10px;border-collapse:collapse">{cells}</table></div>'
     )
@@ -247,12 +241,7 @@ def plan_figure(plan: Plan) -> Figure:
 
 
 def _table(plan: Plan) -> str:
-    cells = "".join(
-        '<tr><th style="text-align:left;padding:2px 12px 2px 0;white-space:nowrap;vertical-align:top">'
-        f'{escape(label)}</th><td style="text-align:left;padding:2px 0">{escape(text)}</td></tr>'
-        for label, text in rows(plan)
-    )
-    return f'<table style="margin-top:12px;border-collapse:collapse">{cells}</table>'
+    return f'<table style="margin-top:12px;border-collapse:collapse">{rows_html(plan)}</table>'
 
 
 def _shares(plan: Plan, lane: str) -> list[float]:
@@ -287,14 +276,8 @@ def busy_shares(
 
 def _runs(shares: list[float]) -> list[tuple[float, int]]:
     """Join equal neighbours, in steps of a tenth."""
-    out: list[tuple[float, int]] = []
-    for share in shares:
-        level = round(share, 1)
-        if out and out[-1][0] == level:
-            out[-1] = (level, out[-1][1] + 1)
-        else:
-            out.append((level, 1))
-    return out
+    levels = groupby(round(share, 1) for share in shares)
+    return [(level, len(list(group))) for level, group in levels]
 
 
 def _key(colour: str, text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def python_lines(plan: Plan, offload_dir: str = "/nvme/scratch") -> str:
     dtype = ", dtype=torch.bfloat16" if choices.bf16 else ""
     config = plan.shape.config
     make = (
-        f'config = AutoConfig.for_model("{plan.shape.family}", **{_literal(config)})\n'
+        f'config = AutoConfig.for_model("{plan.shape.family}", **{json.loads(config)!r})\n'
         f"model = mt.from_config(config{dtype})\n"
         if plan.shape.family and config
         else f"model = mt.wrap(model{dtype})[0]\n"
@@ -64,9 +65,3 @@ def _text(size: int) -> str:
         if size >= scale and size % (scale // 1000) == 0:
             return f"{size / scale:.10g}{unit}"
     return f"{size}B"
-
-
-def _literal(config: str) -> str:
-    import json  # noqa: PLC0415
-
-    return repr(json.loads(config))

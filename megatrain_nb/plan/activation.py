@@ -6,7 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.logits import Chunking, cut_logits, room_for_logits
+from megatrain_nb.plan.logits import (
+    Chunking,
+    cut_logits,
+    room_for_logits,
+    whole_logits_bytes,
+)
 
 if TYPE_CHECKING:
     from megatrain_nb.plan.shape import Part, Shape
@@ -104,6 +109,11 @@ def kept_bytes(shape: Shape, part: Part, window: Window, *, bf16: bool) -> int:
     return math.ceil(window.rows * (elements * size + more))
 
 
+def largest_kept_bytes(shape: Shape, window: Window, *, bf16: bool) -> int:
+    """Return what one call keeps of the block that keeps the most, in bytes."""
+    return max(kept_bytes(shape, part, window, bf16=bf16) for part in shape.parts)
+
+
 def border_bytes(shape: Shape, window: Window, *, bf16: bool) -> int:
     """Return what the inputs of all blocks take that wait for their backward, in bytes."""
     blocks = sum(part.count for part in shape.parts)
@@ -140,7 +150,8 @@ def logits_bytes(
         training=True,
     )
     if chunking is None:
-        return 4 * window.rows * dims.vocabulary * 4, None
+        whole = whole_logits_bytes(tokens=window.rows, vocabulary=dims.vocabulary)
+        return whole, None
     hidden = 2 * window.rows * dims.hidden * 4
     return 2 * chunking.tokens * dims.vocabulary * 4 + hidden, chunking
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.choice import parse_compression
 from megatrain_nb.plan import catalogue
-from megatrain_nb.plan.memory import disk_need_bytes
-from megatrain_nb.plan.planner import Choices, Plan, make_plan, spec_of
+from megatrain_nb.plan.planner import Choices, Plan, make_plan
 from megatrain_nb.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -28,8 +28,9 @@ def advise(plan: Plan) -> tuple[str, ...]:
     numbers (bf16, shorter sequences), then what has to be bought.
     """
     if not plan.fits:
-        found = [text for text, other in _smaller(plan) if other.fits]
-        return tuple(found[:2]) or _bought(plan)
+        # Each costs plans: none is made after the second that helps.
+        found = (text for text, other in _smaller(plan) if other.fits)
+        return tuple(islice(found, 2)) or _bought(plan)
     if not plan.offloads:
         return (
             "everything fits into memory: plain PyTorch trains it as fast, and nothing is read or written",
@@ -73,12 +74,10 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
         small = plan.changed(compression=parse_compression("4bit"))
         yield 'optimizer_compression="4bit": moments in 4 bits, not lossless', small
     for tier in ("ram", "disk"):
-        need = _least_budget(plan, tier)
-        have = plan.machine.ram_bytes if tier == "ram" else plan.machine.disk_bytes
-        given = getattr(choices, f"max_{tier}_bytes")
-        if given and need and need <= have:
+        name, have = f"max_{tier}_bytes", getattr(plan.machine, f"{tier}_bytes")
+        if getattr(choices, name) and (need := _least_budget(plan, tier)):
             text = f"max_{tier}_gb={need / 1e9:.3g} (this machine has {format_bytes(have)})"
-            yield text, plan.changed(**{f"max_{tier}_bytes": need})
+            yield text, plan.changed(**{name: need})
     length = longest_sequence(plan)
     if length:
         shorter = plan.changed(window=replace(window, seq_len=length))
@@ -94,22 +93,20 @@ def _bought(plan: Plan) -> tuple[str, ...]:
     """Return what the machine lacks, where nothing else helps."""
     machine, found = plan.machine, []
     have = plan.limits
-    spec = spec_of(plan.shape, plan.choices)
     if any(text.startswith("RAM") for text in plan.problems):
         rich = machine.changed(ram_bytes=10**18, disk_bytes=10**18)
-        need = _search(
-            lambda size: make_plan(
-                plan.shape, rich, replace(plan.choices, max_ram_bytes=size)
-            ),
-            10**9,
-            10**15,
-        )
+
+        def fits(size: int) -> bool:
+            choices = replace(plan.choices, max_ram_bytes=size)
+            return make_plan(plan.shape, rich, choices).fits
+
+        need = _least(fits, 10**9, 10**15)
         if need:
             found.append(f"a machine with {format_bytes(need)} of RAM for it")
     if plan.disk_bytes > have["disk"]:
-        need = disk_need_bytes(spec, plan.residency)
+        more = plan.disk_bytes - have["disk"]
         found.append(
-            f"{format_bytes(need - have['disk'])} more of disk space ({format_bytes(need)} in all)"
+            f"{format_bytes(more)} more of disk space ({format_bytes(plan.disk_bytes)} in all)"
         )
     if plan.peak_vram_bytes > have.get("vram", math.inf):
         found.append(
@@ -151,19 +148,21 @@ def _faster(plan: Plan) -> Iterator[tuple[str, Plan]]:
 
 
 def _least_budget(plan: Plan, tier: str) -> int | None:
-    name = f"max_{tier}_bytes"
-    have = plan.machine.ram_bytes if tier == "ram" else plan.machine.disk_bytes
+    """Return the least budget, from the given one up to all of the tier, with which the plan fits; None if none does."""
+    name, have = f"max_{tier}_bytes", getattr(plan.machine, f"{tier}_bytes")
     given = getattr(plan.choices, name) or have
-    return _search(lambda size: plan.changed(**{name: size}), given, have)
+    if have < given:
+        return None
+    return _least(lambda size: plan.changed(**{name: size}).fits, given, have)
 
 
-def _search(make: Callable[[int], Plan], low: int, high: int) -> int | None:
-    """Return the least size between two, within 2 %, with which a plan fits; None if none does."""
-    if high < low or not make(high).fits:
+def _least(does: Callable[[int], bool], low: int, high: int) -> int | None:
+    """Return the least size up to ``high``, within 2 %, that does; None if not even ``high`` does."""
+    if not does(high):
         return None
     while high > 1.02 * low:
         middle = (low + high) // 2
-        low, high = (low, middle) if make(middle).fits else (middle, high)
+        low, high = (low, middle) if does(middle) else (middle, high)
     return high
 
 
@@ -207,10 +206,4 @@ def least_ram(plan: Plan, tokens_per_second: float) -> int | None:
         other = plan.changed(max_ram_bytes=size)
         return other.fits and other.tokens_per_second >= tokens_per_second
 
-    low, high = 10**8, plan.machine.ram_bytes
-    if not fast(high):
-        return None
-    while high > 1.02 * low:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fast(middle) else (middle, high)
-    return high
+    return _least(fast, 10**8, plan.machine.ram_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from functools import cache, lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
@@ -38,7 +38,7 @@ def machines() -> tuple[str, ...]:
     return _names("machines")
 
 
-@lru_cache(maxsize=32)
+@cache
 def model(name: str) -> Shape:
     """Return a model's shape; large and small letters are one, and so are a maker's prefix and none.
 
@@ -55,7 +55,7 @@ def model(name: str) -> Shape:
     return Shape.from_json(json.loads(_read("models", name)))
 
 
-@lru_cache(maxsize=32)
+@cache
 def machine(name: str) -> Machine:
     """Return a machine with what its makers publish; all of it is marked as assumed.
 

@@ -134,16 +134,13 @@ def make_layout(
     >>> layout.num_bytes(), Layout.from_json(layout.to_json()) == layout
     ([[4096], [0], [0]], True)
     """
-    owner: dict[int, int] = {}
-    for block in spec.blocks:
-        for pack in block.packs:
-            owner.setdefault(pack, block.index)
+    owners = spec.owners()
     return Layout(
         model=model,
         name=name,
         blocks=tuple(block.name for block in spec.blocks),
         pack_names=tuple(pack.name for pack in spec.packs),
-        block_of_pack=tuple(owner.get(pack.index, 0) for pack in spec.packs),
+        block_of_pack=tuple(owners.get(pack.index, 0) for pack in spec.packs),
         pieces=tuple(pieces),
         in_place=in_place,
         planned_bytes=planned_bytes,

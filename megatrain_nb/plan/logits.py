@@ -36,6 +36,14 @@ class Chunking:
     whole_bytes: int
 
 
+def whole_logits_bytes(
+    *, tokens: int, vocabulary: int, training: bool = True, operations: int = 0
+) -> int:
+    """Return what logits and loss take at once if they are not cut, in bytes; parameters as for `cut_logits`."""
+    copies = (_COPIES_IN_TRAINING if training else _COPIES_IN_EVALUATION) + operations
+    return tokens * vocabulary * BYTES_PER_LOGIT * copies
+
+
 def cut_logits(
     *,
     tokens: int,
@@ -63,14 +71,15 @@ def cut_logits(
     Chunking(tokens=128, whole_bytes=8388608000)
     >>> cut_logits(tokens=512, vocabulary=32_000, room_bytes=10**9, training=True)
     """
-    copies = (_COPIES_IN_TRAINING if training else _COPIES_IN_EVALUATION) + operations
-    token_bytes = vocabulary * BYTES_PER_LOGIT
-    whole_bytes = tokens * token_bytes * copies
+    whole_bytes = whole_logits_bytes(
+        tokens=tokens, vocabulary=vocabulary, training=training, operations=operations
+    )
     if whole_bytes <= room_bytes:
         return None
     # A chunk's gradient overwrites its logits; the operations' own backward needs more.
     chunk_copies = operations + 4 if operations else 1
-    fitting = min(room_bytes // 2, CHUNK_BYTES) // (token_bytes * chunk_copies)
+    token_bytes = vocabulary * BYTES_PER_LOGIT * chunk_copies
+    fitting = min(room_bytes // 2, CHUNK_BYTES) // token_bytes
     return Chunking(max(1, min(CHUNK_TOKENS, fitting, tokens)), whole_bytes)
 
 

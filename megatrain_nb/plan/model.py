@@ -218,6 +218,14 @@ class ModelSpec:
         """Return the packs of block ``index``."""
         return [self.packs[pack] for pack in self.blocks[index].packs]
 
+    def owners(self) -> dict[int, int]:
+        """Return the block that owns each pack, by index: the first one that uses it."""
+        found: dict[int, int] = {}
+        for block in self.blocks:
+            for pack in block.packs:
+                found.setdefault(pack, block.index)
+        return found
+
     @property
     def num_params(self) -> int:
         """Parameters, each tied one counted once."""

@@ -19,10 +19,12 @@ from megatrain_nb.plan.activation import (
     block_work,
     border_bytes,
     kept_bytes,
+    largest_kept_bytes,
     logits_bytes,
 )
 from megatrain_nb.plan.device import plan_device, slot_bytes
 from megatrain_nb.plan.keep import choose_kept, prefers_kept
+from megatrain_nb.plan.logits import whole_logits_bytes
 from megatrain_nb.plan.memory import (
     Residency,
     disk_need_bytes,
@@ -36,7 +38,7 @@ from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from megatrain_nb.plan.logits import Chunking
     from megatrain_nb.plan.machine import Machine
@@ -146,7 +148,7 @@ class Plan:
         moved = 0
         if residency.disk_bytes:
             traffic = step_traffic(spec, residency, order)
-            moved = traffic.read_bytes + traffic.written_bytes
+            moved = traffic.moved_bytes
         times = self._work.times(self.kept, moved)
         simulation = Simulation(
             spec, residency, order, times, machine, self.trained, self.stay
@@ -163,7 +165,7 @@ class Plan:
     def _spec(self) -> ModelSpec:
         return spec_of(self.shape, self.choices)
 
-    @property
+    @cached_property
     def _work(self) -> _Work:
         return _Work(self.shape, self.machine, self.choices)
 
@@ -270,8 +272,10 @@ class Plan:
         shape, window, bf16 = self.shape, self.choices.window, self.choices.bf16
         spec = shape.spec(split=bf16)
         one = replace(window, accumulation=1)
-        largest = max(kept_bytes(shape, part, one, bf16=bf16) for part in shape.parts)
-        logits = 4 * window.rows * shape.dims.vocabulary * 4
+        largest = largest_kept_bytes(shape, window, bf16=bf16)
+        logits = whole_logits_bytes(
+            tokens=window.rows, vocabulary=shape.dims.vocabulary
+        )
         return (
             Item("weights", sum(pack.numel for pack in spec.packs) * 4),
             Item("gradients", sum(pack.grad_bytes for pack in spec.packs)),
@@ -394,9 +398,8 @@ class _Work:
             found.append(BlockTimes(forward, again, backward))
         if not self.machine.in_place or not io_bytes:
             return found
-        total = sum(t.forward_s + t.again_s + t.backward_s for t in found)
         lost = io_bytes * self.machine.io_cpu_s_per_byte / self.machine.cores
-        factor = 1 + lost / total
+        factor = 1 + lost / _total_s(found)
         return [
             BlockTimes(t.forward_s * factor, t.again_s * factor, t.backward_s * factor)
             for t in found
@@ -435,8 +438,7 @@ def _own_tensors(
         return {"torch's own": beside}, None
     room = max(0, limit - working_bytes(spec))
     logits, chunking = logits_bytes(shape, window, room_bytes=room)
-    one = replace(window, accumulation=1)
-    largest = max(kept_bytes(shape, part, one, bf16=bf16) for part in shape.parts)
+    largest = largest_kept_bytes(shape, window, bf16=bf16)
     gradient = max(
         (math.prod(params) * 4 for part in shape.parts for _, params in part.params),
         default=0,
@@ -487,17 +489,15 @@ def _residency(
         ), frozenset()
     if residency.disk_bytes and wanted:
         traffic = step_traffic(spec, residency, order)
-        moved = traffic.read_bytes + traffic.written_bytes
         machine = work.machine
         best = max(
             machine.read_bytes_per_s,
             machine.write_bytes_per_s,
             machine.mixed_bytes_per_s,
         )
-        compute = sum(
-            t.forward_s + t.again_s + t.backward_s for t in work.times(frozenset(), 0)
-        )
-        if prefers_kept({"compute": compute, "disk": moved / best}, now=False):
+        compute = _total_s(work.times(frozenset(), 0))
+        least = {"compute": compute, "disk": traffic.moved_bytes / best}
+        if prefers_kept(least, now=False):
             residency = plan(1.0)
     # What keeping costs beside its bytes is set aside with them.
     holes = _holes(sum(sizes.values()))
@@ -513,8 +513,7 @@ def _vram(
     limit = min(choices.max_vram_bytes or machine.vram_bytes, machine.vram_bytes)
     slots = slot_bytes(spec)
     logits, chunking = logits_bytes(shape, window, room_bytes=max(0, limit - slots))
-    one = replace(window, accumulation=1)
-    largest = max(kept_bytes(shape, part, one, bf16=bf16) for part in shape.parts)
+    largest = largest_kept_bytes(shape, window, bf16=bf16)
     items = [
         Item("slots for weights and gradients", slots),
         Item("inputs of the blocks", border_bytes(shape, window, bf16=bf16)),
@@ -525,8 +524,7 @@ def _vram(
     other = sum(item.num_bytes for item in items[1:])
     sizes = work.kept_by_block()
     order = range(len(spec.blocks))
-    times = work.times(frozenset(), 0)
-    compute = sum(t.forward_s + t.again_s + t.backward_s for t in times)
+    compute = _total_s(work.times(frozenset(), 0))
     link = 2 * spec.weight_bytes / machine.onload_bytes_per_s
     plan = plan_device(
         spec,
@@ -577,6 +575,10 @@ def _ram_items(
     return tuple(item for item in items if item.num_bytes)
 
 
+def _total_s(times: Iterable[BlockTimes]) -> float:
+    return sum(each.total_s for each in times)
+
+
 def _holes(kept: int) -> int:
     return round(min(_HOLES_SHARE * kept, _HOLES_BYTES * math.sqrt(kept)))
 
@@ -589,7 +591,7 @@ def _least(
     trained: frozenset[int],
 ) -> dict[str, float]:
     """Return the least seconds by resource: each alone, without a pause."""
-    compute = sum(t.forward_s + t.again_s + t.backward_s for t in times)
+    compute = _total_s(times)
     update = done.busy_s["update"]
     found = {"compute": compute + update if machine.in_place else compute}
     if done.read_bytes or done.written_bytes:

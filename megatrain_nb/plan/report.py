@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from megatrain_nb.plan.planner import Item, Plan
 
 # Okabe and Ito's palette, in mid tones that a light and a dark page both carry.
@@ -41,8 +43,8 @@ BOUNDS = {
     "link": "the link to the device",
     "memory": "host memory",
 }
-_TRACK = "rgba(128,128,128,.2)"
-_FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
+TRACK = "rgba(128,128,128,.2)"
+FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
 
 
 def colour(name: str) -> str:
@@ -84,9 +86,7 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
     limits = plan.limits
     for tier, items in tiers_of(plan).items():
         total = sum(item.num_bytes for item in items)
-        parts = ", ".join(
-            f"{item.name} {format_bytes(item.num_bytes)}" for item in items
-        )
+        parts = _listed(items)
         found.append(
             (
                 TIERS[tier],
@@ -120,11 +120,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "its bound",
-            f"{BOUNDS[plan.bound_by]}: "
-            + ", ".join(
-                f"{BOUNDS[name]} needs {format_seconds(seconds)}"
-                for name, seconds in plan.least_seconds.items()
-            ),
+            f"{BOUNDS[plan.bound_by]}: {needs_text(plan)}",
         ),
     ]
     if moved:
@@ -145,13 +141,23 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
             ("it writes", f"{format_bytes(plan.written_bytes_per_day)} a day{life}")
         )
     total = sum(item.num_bytes for item in plan.conventional)
-    parts = ", ".join(
-        f"{item.name} {format_bytes(item.num_bytes)}" for item in plan.conventional
-    )
+    parts = _listed(plan.conventional)
     found.append(
         ("all in one memory", f"{format_bytes(total)} conventionally: {parts}")
     )
     return found
+
+
+def needs_text(plan: Plan) -> str:
+    """Return the least time that a step takes on each resource."""
+    return ", ".join(
+        f"{BOUNDS[name]} needs {format_seconds(seconds)}"
+        for name, seconds in plan.least_seconds.items()
+    )
+
+
+def _listed(items: Iterable[Item]) -> str:
+    return ", ".join(f"{item.name} {format_bytes(item.num_bytes)}" for item in items)
 
 
 def span_text(seconds: float) -> str:
@@ -180,16 +186,29 @@ def as_text(plan: Plan) -> str:
 
 def as_html(plan: Plan) -> str:
     """Return the plan as bars and a table."""
-    cells = "".join(
+    return (
+        f'<div style="max-width:980px;font:13px/1.45 {FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="font-size:15px;font-weight:600;margin:4px 0 8px">{escape(title(plan))}</div>'
+        f"{bars_html(plan)}"
+        f'<table style="margin-top:10px;border-collapse:collapse">{rows_html(plan)}</table></div>'
+    )
+
+
+def rows_html(plan: Plan) -> str:
+    """Return the lines of `rows` as those of a table."""
+    return "".join(
         '<tr><th style="text-align:left;padding:2px 12px 2px 0;white-space:nowrap;vertical-align:top">'
         f'{escape(label)}</th><td style="text-align:left;padding:2px 0">{escape(text)}</td></tr>'
         for label, text in rows(plan)
     )
-    return (
-        f'<div style="max-width:980px;font:13px/1.45 {_FONT};font-variant-numeric:tabular-nums">'
-        f'<div style="font-size:15px;font-weight:600;margin:4px 0 8px">{escape(title(plan))}</div>'
-        f"{bars_html(plan)}"
-        f'<table style="margin-top:10px;border-collapse:collapse">{cells}</table></div>'
+
+
+def segments_html(items: Iterable[Item], whole: int) -> str:
+    """Return the items side by side, as wide as their share of ``whole`` bytes."""
+    return "".join(
+        f'<div title="{escape(item.name)}: {format_bytes(item.num_bytes)}" '
+        f'style="width:{item.num_bytes / whole:.3%};background-color:{colour(item.name)}"></div>'
+        for item in items
     )
 
 
@@ -218,17 +237,12 @@ def _bar_html(name: str, items: tuple[Item, ...], limit: int) -> str:
     total = sum(item.num_bytes for item in items)
     whole = max(total, limit, 1)
     over = total > limit
-    parts = "".join(
-        f'<div title="{escape(item.name)}: {format_bytes(item.num_bytes)}" '
-        f'style="width:{item.num_bytes / whole:.3%};background-color:{colour(item.name)}"></div>'
-        for item in items
-    )
     mark = "#d55e00" if over else "currentColor"
     return (
         '<div style="display:flex;justify-content:space-between;margin-top:6px">'
         f"<span>{escape(name)}</span><span><b>{format_bytes(total)}</b> of {format_bytes(limit)}"
         f"{' (too much)' if over else ''}</span></div>"
-        f'<div style="position:relative;display:flex;height:16px;background-color:{_TRACK};border-radius:3px;'
-        f'overflow:hidden">{parts}<div style="position:absolute;left:calc({limit / whole:.3%} - 2px);top:0;width:2px;'
+        f'<div style="position:relative;display:flex;height:16px;background-color:{TRACK};border-radius:3px;'
+        f'overflow:hidden">{segments_html(items, whole)}<div style="position:absolute;left:calc({limit / whole:.3%} - 2px);top:0;width:2px;'
         f'height:16px;background-color:{mark}"></div></div>'
     )

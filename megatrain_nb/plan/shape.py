@@ -48,6 +48,11 @@ class Part:
     count: int = 1
     uses: tuple[str, ...] = ()
 
+    def block_names(self) -> Iterator[str]:
+        """Return the name of each block, in order."""
+        for number in range(self.first, self.first + self.count):
+            yield self.name.replace("{}", str(number), 1)
+
     @property
     def numel(self) -> int:
         """Elements that one block owns."""
@@ -117,8 +122,8 @@ class Shape:
     def blocks(self) -> Iterator[tuple[str, Part]]:
         """Return the name and the part of each block, in order."""
         for part in self.parts:
-            for number in range(part.first, part.first + part.count):
-                yield part.name.replace("{}", str(number), 1), part
+            for name in part.block_names():
+                yield name, part
 
     @property
     def num_params(self) -> int:
@@ -221,8 +226,7 @@ def _spec(
     blocks: list[BlockSpec] = []
     owned: dict[str, int] = {}
     for part in parts:
-        for number in range(part.first, part.first + part.count):
-            name = part.name.replace("{}", str(number), 1)
+        for name in part.block_names():
             if part.params:
                 owned[name] = len(packs)
                 params = [

@@ -8,7 +8,7 @@ gives.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.memory import written_bytes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.memory import Residency
-    from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.plan.model import ModelSpec, PackSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,11 @@ class BlockTimes:
     forward_s: float
     again_s: float
     backward_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of them."""
+        return self.forward_s + self.again_s + self.backward_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +165,9 @@ class _State:
     reading: dict[int, _Job] = field(default_factory=dict)
     dirty: set[int] = field(default_factory=set)  # newer in RAM than on disk
     due: set[int] = field(default_factory=set)
-    for_update: dict[int, list[_Job]] = field(default_factory=dict)
+    for_update: dict[int, dict[str, _Job]] = field(default_factory=dict)  # by piece
     grads: set[int] = field(default_factory=set)  # packs whose gradient stays in RAM
     on_device: set[int] = field(default_factory=set)
-    late_s: dict[int, float] = field(default_factory=dict)  # gradient leaves the device
 
 
 class Simulation:
@@ -219,13 +223,10 @@ class Simulation:
         self._step()
         end = max(self._now, self._device)
         spans = tuple(
-            Span(
-                kind=span.kind,
-                name=span.name,
+            replace(
+                span,
                 start_s=max(span.start_s, begin) - begin,
                 end_s=min(span.end_s, end) - begin,
-                num_bytes=span.num_bytes,
-                lane=span.lane,
             )
             for span in self._spans
             if span.end_s > begin and span.start_s < end
@@ -281,50 +282,33 @@ class Simulation:
                 self._read_for_update(pack)
 
     def _fetch(self, pack: int) -> None:
-        state, spec = self._state, self._spec.packs[pack]
-        state.loaded.add(pack)
+        self._state.loaded.add(pack)
         if pack not in self._residency.weights:
-            state.reading[pack], self._now = self._disk.get(
-                ("weights", pack), spec.name, spec.weight_bytes, self._now
-            )
+            self._state.reading[pack] = self._get("weights", pack)
 
     def _read_for_update(self, pack: int, *, grads: bool = True) -> None:
-        state, spec = self._state, self._spec.packs[pack]
-        jobs = state.for_update.setdefault(pack, [])
-        if not any(job.name.endswith(" states") for job in jobs) and (
-            pack not in self._residency.states
-        ):
-            job, self._now = self._disk.get(
-                ("states", pack), f"{spec.name} states", spec.states_bytes, self._now
-            )
-            jobs.append(job)
-        if (
-            grads
-            and pack not in state.grads
-            and (pack not in self._residency.grads)
-            and not any(job.name.endswith(" gradient") for job in jobs)
-        ):
-            job, self._now = self._disk.get(
-                ("grads", pack), f"{spec.name} gradient", spec.grad_bytes, self._now
-            )
-            jobs.append(job)
+        resident = self._residency
+        jobs = self._state.for_update.setdefault(pack, {})
+        if "states" not in jobs and pack not in resident.states:
+            jobs["states"] = self._get("states", pack)
+        stays = pack in self._state.grads or pack in resident.grads
+        if grads and "grads" not in jobs and not stays:
+            jobs["grads"] = self._get("grads", pack)
 
     def _compute(self, action: Action, *, turning: bool) -> None:
         block = self._spec.blocks[action.block]
         backward = turning or action.kind is Kind.BACKWARD
+        early = action.block in self._order[:NUM_FIRST]
         for pack in block.packs:
             self._load(pack)
-        if action.kind is Kind.BACKWARD and action.block in self._order[:NUM_FIRST]:
+        if action.kind is Kind.BACKWARD and early:
             for pack in block.packs:  # a step follows, and the next forward
                 self._read_for_update(pack, grads=False)
         if backward:
             self._need_gradients(block.packs)
         times = self._times[action.block]
-        seconds = 0.0
-        if action.kind is Kind.FORWARD:
-            seconds += times.forward_s
-        else:
-            seconds += times.again_s
+        forward = action.kind is Kind.FORWARD
+        seconds = times.forward_s if forward else times.again_s
         if backward:
             seconds += times.backward_s
         start = max(self._now, self._device)
@@ -335,7 +319,6 @@ class Simulation:
         self._now = self._device if self._machine.in_place else start
         self._note(str(action.kind), block.name, start, self._device, lane="compute")
         if backward:
-            early = action.block in self._order[:NUM_FIRST]
             self._take_gradients(block.packs, early=early)
 
     def _load(self, pack: int) -> None:
@@ -347,7 +330,7 @@ class Simulation:
             self._wait(job)
         if pack in state.due:
             self._read_for_update(pack)
-            for each in state.for_update.pop(pack, []):
+            for each in state.for_update.pop(pack, {}).values():
                 self._wait(each)
             state.due.remove(pack)
             rate = (
@@ -361,7 +344,7 @@ class Simulation:
             state.grads.discard(pack)
             state.dirty.add(pack)
             if pack not in self._residency.states:
-                self._put(("states", pack), f"{spec.name} states", spec.states_bytes)
+                self._put("states", pack)
         if not self._machine.in_place and pack not in state.on_device:
             state.on_device.add(pack)
             self._onload = self._link(
@@ -375,13 +358,8 @@ class Simulation:
     def _need_gradients(self, packs: Iterable[int]) -> None:
         """Bring a gradient back that another block has begun (tied weights) and that left."""
         for pack in packs:
-            key = ("grads", pack)
-            if pack in self._trained and self._disk.has_written(key):
-                spec = self._spec.packs[pack]
-                job, self._now = self._disk.get(
-                    key, f"{spec.name} gradient", spec.grad_bytes, self._now
-                )
-                self._wait(job)
+            if pack in self._trained and self._disk.has_written(("grads", pack)):
+                self._wait(self._get("grads", pack))
 
     def _take_gradients(self, packs: Iterable[int], *, early: bool) -> None:
         for pack in packs:
@@ -402,9 +380,7 @@ class Simulation:
             if early:
                 self._state.grads.add(pack)
             else:
-                self._put(
-                    ("grads", pack), f"{spec.name} gradient", spec.grad_bytes, at_s
-                )
+                self._put("grads", pack, at_s)
 
     def _free(self, packs: Iterable[int], soon: frozenset[int]) -> None:
         state = self._state
@@ -417,9 +393,8 @@ class Simulation:
             if pack in self._residency.weights:
                 continue
             if pack in state.dirty:
-                spec = self._spec.packs[pack]
                 state.dirty.discard(pack)
-                self._put(("weights", pack), spec.name, spec.weight_bytes)
+                self._put("weights", pack)
 
     # -- small things -----------------------------------------------------------------------------------
 
@@ -431,10 +406,15 @@ class Simulation:
     def _wait(self, job: _Job) -> None:
         self._wait_until(self._disk.finish(job), job.name)
 
-    def _put(
-        self, key: tuple[str, int], name: str, num_bytes: int, at_s: float = 0.0
-    ) -> None:
-        free_s = self._disk.put(key, name, num_bytes, max(at_s, self._now))
+    def _get(self, piece: str, pack: int) -> _Job:
+        """Start to read ``weights``, ``grads`` or ``states`` of a pack."""
+        name, num_bytes = _name_and_bytes(piece, self._spec.packs[pack])
+        job, self._now = self._disk.get((piece, pack), name, num_bytes, self._now)
+        return job
+
+    def _put(self, piece: str, pack: int, at_s: float = 0.0) -> None:
+        name, num_bytes = _name_and_bytes(piece, self._spec.packs[pack])
+        free_s = self._disk.put((piece, pack), name, num_bytes, max(at_s, self._now))
         self._wait_until(free_s, f"room, while {name} is written")
 
     def _wait_until(self, end: float, name: str) -> None:
@@ -471,3 +451,12 @@ class Simulation:
                     lane=lane,
                 )
             )
+
+
+def _name_and_bytes(piece: str, pack: PackSpec) -> tuple[str, int]:
+    """Return what a picture calls a piece of a pack, and its size."""
+    if piece == "weights":
+        return pack.name, pack.weight_bytes
+    if piece == "grads":
+        return f"{pack.name} gradient", pack.grad_bytes
+    return f"{pack.name} states", pack.states_bytes

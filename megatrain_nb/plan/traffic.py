@@ -24,6 +24,11 @@ class Traffic:
     read_bytes: int
     written_bytes: int
 
+    @property
+    def moved_bytes(self) -> int:
+        """Both together."""
+        return self.read_bytes + self.written_bytes
+
 
 def step_traffic(
     spec: ModelSpec, residency: Residency, order: Sequence[int]

@@ -168,10 +168,10 @@ def find_shape(what: Any) -> Shape:
     """Return the shape of what `estimate` takes."""
     if isinstance(what, Shape):
         return what
-    if isinstance(what, str) and "/" not in what and not what.endswith(".json"):
-        return catalogue.model(what)
-    if isinstance(what, str) and not Path(what).exists():
-        return catalogue.model(what)
+    if isinstance(what, str):
+        plain = "/" not in what and not what.endswith(".json")
+        if plain or not Path(what).exists():
+            return catalogue.model(what)
     from megatrain_nb.runtime.shape import shape_of  # noqa: PLC0415 - torch
 
     return shape_of(what)

@@ -10,7 +10,6 @@ import platform
 import resource
 import time
 from collections import deque
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,9 +101,8 @@ def measure(directory: Path | None) -> Machine:
         except (MegatrainError, RuntimeError, OSError, MemoryError) as error:
             logger.warning("the probe assumes what it could not measure: %s", error)
     base = nominal(platform.node() or "this machine", _floor(device))
-    measured = figures.keys() | {"name", "device"}
-    names = {each.name for each in fields(Machine)}
-    return base.changed(**figures).changed(assumed=frozenset(names - measured))
+    made = base.changed(**figures)
+    return made.changed(assumed=made.assumed - {"name", "device"})
 
 
 def _floor(device: torch.device) -> dict[str, object]:
@@ -129,7 +127,7 @@ def _compute(device: torch.device) -> dict[str, object]:
         left = torch.randn(rows, width, device=device).to(dtype)
         right = torch.randn(height, width, device=device).to(dtype)
         with torch.no_grad():
-            seconds = _shortest(lambda: left @ right.t(), device)
+            seconds = _median_s(lambda: left @ right.t(), device)
         return 2.0 * rows * width * height / seconds
 
     rows = _ROWS if device.type == "cpu" else (128, 1024, 8192)
@@ -142,7 +140,7 @@ def _compute(device: torch.device) -> dict[str, object]:
 def _memory() -> dict[str, object]:
     source = torch.zeros(32 << 20)
     target = torch.empty_like(source).fill_(1.0)
-    seconds = _shortest(lambda: target.copy_(source), torch.device("cpu"))
+    seconds = _median_s(lambda: target.copy_(source), torch.device("cpu"))
     return {"memory_bytes_per_s": 2 * source.nbytes / seconds}
 
 
@@ -153,7 +151,7 @@ def _updates() -> dict[str, object]:
     exp_avg, exp_avg_sq, grad, param = np.full((4, numel), 0.01, np.float32)
     halves = np.full((2, numel), 0x3C00, np.uint16)
     segments = [Segment(0, numel, AdamWConfig(), 1)]
-    found = {}
+    found: dict[str, object] = {}
     with UpdateThreads() as threads:
         for name, master in (
             ("update_params_per_s", param),
@@ -163,8 +161,8 @@ def _updates() -> dict[str, object]:
             def work(master: object = master) -> None:
                 update(master, exp_avg, exp_avg_sq, grad, segments, threads=threads)  # type: ignore[arg-type]
 
-            found[name] = numel / _shortest(work, torch.device("cpu"))
-    return dict(found)
+            found[name] = numel / _median_s(work, torch.device("cpu"))
+    return found
 
 
 def _link(device: torch.device) -> dict[str, object]:
@@ -173,7 +171,7 @@ def _link(device: torch.device) -> dict[str, object]:
     pinned = pageable.pin_memory()
 
     def rate(source: torch.Tensor, target: torch.Tensor) -> float:
-        return source.nbytes / _shortest(lambda: target.copy_(source), device)
+        return source.nbytes / _median_s(lambda: target.copy_(source), device)
 
     return {
         "vram_bytes": torch.cuda.get_device_properties(device).total_memory,
@@ -243,7 +241,7 @@ def _stream(move: Callable[[int], object], count: int) -> float:
     return time.perf_counter() - start
 
 
-def _shortest(work: Callable[[], object], device: torch.device) -> float:
+def _median_s(work: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of at least three runs, for at most half a second."""
 
     def run() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from megatrain_nb.runtime.layers import cut
 from megatrain_nb.runtime.offload import offloaded_model
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatrain_nb.plan.model import ModelSpec, PackSpec
     from megatrain_nb.runtime.layers import Layers
 
@@ -48,11 +51,7 @@ def shape_of(what: Any) -> Shape:
     """
     if isinstance(what, nn.Module):
         offloaded = offloaded_model(what)
-        return _shape(
-            what,
-            cut(what) if offloaded is None else offloaded.layers,
-            type(what).__name__,
-        )
+        return _shape(what, cut(what) if offloaded is None else offloaded.layers)
     if isinstance(what, str | Path):
         what = _read_config(Path(what))
     if not hasattr(what, "model_type"):
@@ -62,7 +61,7 @@ def shape_of(what: Any) -> Shape:
         )
         raise ArgumentError(msg)
     model = draft(what)
-    return _shape(model, cut(model), type(model).__name__)
+    return _shape(model, cut(model))
 
 
 def draft(config: Any, architecture: str = "") -> nn.Module:
@@ -116,18 +115,19 @@ def _read_config(path: Path) -> Any:
         raise ArgumentError(msg) from error
 
 
-def _shape(model: nn.Module, layers: Layers, name: str) -> Shape:
+def _shape(model: nn.Module, layers: Layers) -> Shape:
     config = getattr(model, "config", None)
     parts: list[Part] = []
+    owners = layers.spec.owners()
     for block in layers.blocks:
-        part = _part(model, layers.spec, block.spec.index, block.module)
+        part = _part(model, layers.spec, block.spec.index, block.module, owners)
         if parts and (joined := _join(parts[-1], part)) is not None:
             parts[-1] = joined
         else:
             parts.append(part)
     text = getattr(config, "get_text_config", lambda: config)()
     return Shape(
-        name=name,
+        name=type(model).__name__,
         family=str(getattr(config, "model_type", "")),
         dims=_dims(text, layers),
         parts=tuple(parts),
@@ -136,13 +136,19 @@ def _shape(model: nn.Module, layers: Layers, name: str) -> Shape:
     )
 
 
-def _part(model: nn.Module, spec: ModelSpec, index: int, module: nn.Module) -> Part:
+def _part(
+    model: nn.Module,
+    spec: ModelSpec,
+    index: int,
+    module: nn.Module,
+    owners: Mapping[int, int],
+) -> Part:
     block = spec.blocks[index]
-    earlier = {pack for other in spec.blocks[:index] for pack in other.packs}
-    own = [pack for pack in block.packs if pack not in earlier]
+    own = [pack for pack in block.packs if owners[pack] == index]
     number = _NUMBER.search(block.name)
     name = _NUMBER.sub("{}", block.name, count=1)
-    uses = () if own == list(block.packs) else tuple(_owners(spec, block.packs))
+    borrows = own != list(block.packs)
+    used = (spec.blocks[owners[pack]].name for pack in block.packs)
     return Part(
         name=name,
         kind=_kind(model, module, numbered=number is not None),
@@ -150,16 +156,8 @@ def _part(model: nn.Module, spec: ModelSpec, index: int, module: nn.Module) -> P
         params=tuple(
             entry for pack in own for entry in _params(spec.packs[pack], block.name)
         ),
-        uses=uses,
+        uses=tuple(used) if borrows else (),
     )
-
-
-def _owners(spec: ModelSpec, packs: tuple[int, ...]) -> list[str]:
-    first: dict[int, str] = {}
-    for block in spec.blocks:
-        for pack in block.packs:
-            first.setdefault(pack, block.name)
-    return [first[pack] for pack in packs]
 
 
 def _params(pack: PackSpec, block: str) -> list[tuple[str, tuple[int, ...]]]:
@@ -187,22 +185,10 @@ def _kind(model: nn.Module, module: nn.Module, *, numbered: bool) -> str:
 
 def _join(before: Part, after: Part) -> Part | None:
     """Return one part for both if they are equal blocks that follow each other."""
-    last = Part(
-        name=before.name,
-        kind=before.kind,
-        params=before.params,
-        uses=before.uses,
-        first=before.first + before.count,
-    )
-    if "{}" not in before.name or last != after or before.uses:
+    following = replace(before, first=before.first + before.count, count=1)
+    if "{}" not in before.name or following != after or before.uses:
         return None
-    return Part(
-        name=before.name,
-        kind=before.kind,
-        params=before.params,
-        first=before.first,
-        count=before.count + 1,
-    )
+    return replace(before, count=before.count + 1)
 
 
 def _dims(config: Any, layers: Layers) -> Dims:
