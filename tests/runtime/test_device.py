@@ -191,6 +191,10 @@ def test_a_missing_wait_shows(
         found = trained(tmp_path, copy.deepcopy(model), **given)
     except (mt.MegatrainError, AssertionError):
         return
+    except RuntimeError as error:
+        # A copy that lands while torch saves the tensor: torch sees its version change.
+        assert "modif" in str(error)  # noqa: PT017
+        return
     assert differing(expected, found) != []
 
 
