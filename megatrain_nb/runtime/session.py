@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import importlib
 import logging
 import os
 import threading
@@ -13,34 +12,27 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatrain_nb.codec import split
-from megatrain_nb.codec.choice import Compression, parse_compression
-from megatrain_nb.codec.lossless import chunks
-from megatrain_nb.codec.names import LOSSLESS
+from megatrain_nb.codec.choice import Compression
 from megatrain_nb.errors import ArgumentError, SessionError
-from megatrain_nb.optim import encoded
-from megatrain_nb.optim.adamw import UpdateThreads, warm_up
+from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
 from megatrain_nb.runtime.checkpoint import Checkpoints, check_stateful
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.controls import Controls
-from megatrain_nb.runtime.device import open_device, pinned_pages
+from megatrain_nb.runtime.current import current_session, set_current
+from megatrain_nb.runtime.device import pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.piece import MOMENTS, What
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
+from megatrain_nb.runtime.warmup import load_code
 from megatrain_nb.store.checkpoint import read_checkpoints, sweep
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.owner import OwnerLock, reclaim
-from megatrain_nb.store.preflight import check_directory
-from megatrain_nb.units import format_bytes, parse_size
+from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
     from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.device import Device
@@ -52,8 +44,6 @@ if TYPE_CHECKING:
     from megatrain_nb.store.preflight import Preflight
 
 logger = logging.getLogger("megatrain_nb")
-
-_current: Session | None = None
 
 _OWN_LOOP = (
     'crash_safe="step": in a loop of your own only you know where a step ends (after scheduler.step()), so call '
@@ -201,13 +191,12 @@ class Session:
         self._close()
 
     def _close(self) -> None:
-        global _current  # noqa: PLW0603
         with interrupts_wait(self.stop_event, breakable=False), ExitStack() as closing:
             if self._closed:
                 return
             self._closed = True
-            if _current is self:
-                _current = None
+            if current_session() is self:
+                set_current(None)
             closing.callback(heap.trim)
             closing.callback(self._lock.release)
             closing.callback(self.device.close)
@@ -629,97 +618,6 @@ class Session:
         return tuple(notes)
 
 
-def init(
-    offload_dir: str | Path,
-    max_vram_gb: float | str | None = None,
-    max_ram_gb: float | str | None = None,
-    max_disk_gb: float | str | None = None,
-    optimizer_compression: bool | str | Mapping[str, bool | str] = False,
-    weight_compression: bool | str = False,
-    device: str | torch.device | None = None,
-    crash_safe: str | None = None,
-) -> Session:
-    """Open a session: from now on models are trained through this directory, within these budgets.
-
-    Parameters
-    ----------
-    offload_dir
-        A directory on a fast local disk; made (0700) if it is missing. One session at a time owns it.
-    max_vram_gb, max_ram_gb, max_disk_gb
-        Budgets: GB (10^9 bytes), or text such as ``"24GiB"``. ``max_ram_gb`` bounds everything held in host
-        memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
-        the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
-    optimizer_compression
-        How Adam's moments are stored: False, as fp32; ``"lossless"``, packed on disk bit for bit, and fp32 in RAM;
-        ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised; ``"dynamic"`` or True, in 2 to 4 bits by an
-        error budget. Or a mapping from patterns of parameter or module names to these, ``"lossless"`` not among
-        them; the first that matches counts, and what none matches stays fp32. Vectors, norms and
-        parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
-        docs/codecs.md for what each loses.
-    weight_compression
-        False; or ``"lossless"``: weights are packed on disk bit for bit, fp32 ones and the bf16 halves that compute
-        in bf16. Lossless packing takes 22 MB of ``max_ram_gb``, and time of the I/O threads; see docs/lossless.md.
-    device
-        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
-        never measured.
-    crash_safe
-        ``"step"``: `mt.Trainer` takes a checkpoint after every step and keeps the last of them, so that a crash
-        costs at most the step in progress. Its updates are done at once then, and the disk holds a second version
-        of every tile. None: only what ``save_strategy`` and `Session.save_checkpoint` keep.
-
-    Returns
-    -------
-    Session
-        A context manager. An open session of this process is closed first.
-
-    Raises
-    ------
-    ArgumentError
-        A size, directory, device or compression that cannot be used.
-    BudgetError
-        Less RAM than packing takes.
-    SessionError
-        Another process owns the directory.
-    """
-    global _current  # noqa: PLW0603
-    CLAIM.check()
-    if crash_safe not in (None, "step"):
-        msg = f'crash_safe={crash_safe!r} is not known; give "step" or None'
-        raise ArgumentError(msg)
-    lossless = optimizer_compression == LOSSLESS
-    compression = parse_compression(False if lossless else optimizer_compression)
-    packed = _packed(moments=lossless, weights=weight_compression)
-    given: object = offload_dir
-    if not isinstance(given, str | os.PathLike) or not str(given).strip():
-        msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
-        raise ArgumentError(msg)
-    sizes = {
-        name: None if value is None else parse_size(value, name=name)
-        for name, value in (
-            ("max_vram_gb", max_vram_gb),
-            ("max_ram_gb", max_ram_gb),
-            ("max_disk_gb", max_disk_gb),
-        )
-    }
-    preflight = check_directory(offload_dir)
-    opened = open_device(device, max_vram_bytes=sizes["max_vram_gb"])
-    if (
-        _current is not None
-    ):  # only now: a mistyped argument must not cost the open session
-        _current.close()
-    _current = Session(
-        preflight,
-        max_ram_bytes=sizes["max_ram_gb"],
-        max_disk_bytes=sizes["max_disk_gb"],
-        max_vram_bytes=sizes["max_vram_gb"],
-        device=opened,
-        crash_safe=crash_safe,
-        compression=compression,
-        packed=packed,
-    )
-    return _current
-
-
 def _take_over(lock: OwnerLock) -> tuple[int, list[Checkpoint]]:
     """Remove what a dead owner left; return the bytes of it, and the checkpoints that are there."""
     directory = lock.directory
@@ -743,54 +641,14 @@ def _describe_found(found: list[Checkpoint], left_at_step: int | None) -> str:
     )
 
 
-def _packed(*, moments: bool, weights: object) -> frozenset[What]:
-    """Return the kinds of pieces to pack."""
-    if weights is not False and weights != LOSSLESS:
-        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
-        raise ArgumentError(msg)
-    kinds = (MOMENTS if moments else ()) + ((What.WEIGHTS,) if weights else ())
-    return frozenset(kinds)
-
-
-def load_code(compression: Compression | None = None, *, packing: bool = False) -> None:
-    """Import and compile what the first step would, so that it is not taken for the model's memory."""
-    importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
-    warm_up()
-    warm_up(split=True)
-    split.warm_up()
-    for codec in () if compression is None else compression.codecs():
-        encoded.warm_up(codec)
-        encoded.warm_up(codec, split=True)
-    if packing:
-        chunks.warm_up()
-
-
-def current_session() -> Session | None:
-    """Return the open session, or None."""
-    return _current
-
-
-def require_session() -> Session:
-    """Return the open session.
-
-    Raises
-    ------
-    SessionError
-        There is none: says how to open one.
-    """
-    if _current is None:
-        msg = "no session is open; call mt.init(offload_dir=..., max_ram_gb=...) first (in a notebook: %megatrain init)"
-        raise SessionError(msg)
-    return _current
-
-
 _pid = os.getpid()
 
 
 def _close_current() -> None:
     # A forked child shares the files, but does not own them.
-    if _current is not None and os.getpid() == _pid:
-        _current._close()
+    session = current_session()
+    if session is not None and os.getpid() == _pid:
+        session._close()
 
 
 # Nothing but checkpoints is left in the offload directory when the interpreter ends.

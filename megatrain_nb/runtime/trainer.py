@@ -19,6 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.runtime.claim import CLAIM
+from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import (
     AdamW,
@@ -35,7 +36,6 @@ from megatrain_nb.runtime.runs import (
     to_remove,
     write_reference,
 )
-from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import valid_tokens
 from megatrain_nb.runtime.wrap import run_window
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.runtime.claim import CLAIM
+from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import (
@@ -20,7 +21,6 @@ from megatrain_nb.runtime.optimizer import (
     check_max_norm,
     check_nonfinite,
 )
-from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import (
     NumItems,
     loss_of,

@@ -20,7 +20,7 @@ import transformers
 import megatrain_nb as mt
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.offload import offloaded_model
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 
 
 def make_config(family: str, **values: Any) -> Any:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import session as session_module
+from megatrain_nb.runtime import init
 from megatrain_nb.runtime.device import HostDevice, open_device
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.lanes import BlockingLanes, ThreadLanes
@@ -63,7 +63,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SlotDevice]]
             else late_twin(max_bytes)
         )
         made.append(device)
-        monkeypatch.setattr(session_module, "open_device", lambda *_, **__: device)
+        monkeypatch.setattr(init, "open_device", lambda *_, **__: device)
         return device
 
     yield use

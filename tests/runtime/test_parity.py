@@ -22,8 +22,8 @@ from megatrain_nb.runtime import (
     update,
     window,
 )
+from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.piece import What
-from megatrain_nb.runtime.session import current_session
 from tests.runtime.models import ARCHITECTURES, covering
 from tests.runtime.plain import (
     FACTORS,
