@@ -51,7 +51,7 @@ from megatrain_nb.store.portable import export_checkpoint, import_checkpoint
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -120,7 +120,38 @@ class Checkpoints:
         msg = f"{wanted} in {self._session.preflight.path}; there: {there}"
         raise ArgumentError(msg)
 
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Let checkpoints hold the state of these as well; None takes one off the list.
+
+        Raises
+        ------
+        ArgumentError
+            One has no state that can be kept.
+        """
+        for name, each in objects.items():
+            if each is None:
+                self.objects.pop(name, None)
+                continue
+            check_stateful(name, each)
+            self.objects[name] = each
+
     # -- taking one -----------------------------------------------------------------------------------
+
+    def save_and_keep(self, name: str | None, keep: int | None) -> Checkpoint:
+        """Take one under the name that a person gave, and keep so many, this one included; None keeps all."""
+        if keep is not None and (type(keep) is not int or keep < 1):
+            msg = f"keep={keep!r} is not usable; give a number of checkpoints, 1 or more, or None"
+            raise ArgumentError(msg)
+        given: object = name
+        if name is not None and not (isinstance(given, str) and 0 < len(given) <= 200):
+            msg = f"name={name!r} is not usable; give a short text, or None"
+            raise ArgumentError(msg)
+        others = [each for each in self._all if each.name != name]
+        removing = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
+        checkpoint = self.save(name, leaving=removing)
+        for each in removing:
+            self.remove(each)
+        return checkpoint
 
     def save(
         self,
@@ -137,7 +168,7 @@ class Checkpoints:
             CLAIM.held("saving a checkpoint"),
             interrupts_wait(session.stop_event, breakable=False),
         ):
-            models = session.usable_models()
+            models = session.models.usable()
             for model in models:
                 _check_between_steps(model)
             begin = time.perf_counter()
@@ -274,7 +305,7 @@ class Checkpoints:
             CLAIM.held("going on from a checkpoint"),
             interrupts_wait(session.stop_event, breakable=False),
         ):
-            models = session.usable_models()
+            models = session.models.usable()
             state, states, objects = read_state(checkpoint)
             check_same(
                 state["identity"], [identity(model) for model in models], checkpoint

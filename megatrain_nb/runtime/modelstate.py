@@ -224,7 +224,7 @@ def _restore_optimizer(
     model: OffloadedModel, state: dict[str, Any], params: dict[str, nn.Parameter]
 ) -> None:
     """Bring back what belongs to steps and is not in tiles."""
-    model.session.plan()
+    model.session.models.plan()
     model.rounding_seed = state["rounding_seed"]
     model.pager.opaque = state["opaque"]
     model.num_steps = state["num_steps"]

@@ -36,7 +36,11 @@ from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.chooser import is_looked_at
-from megatrain_nb.runtime.costs import least_seconds, seconds_by_cause
+from megatrain_nb.runtime.costs import (
+    least_seconds,
+    running_totals,
+    seconds_by_cause,
+)
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.fuse import Fusing
@@ -92,14 +96,14 @@ class OffloadedModel:
     """
 
     def __init__(self, model: nn.Module, layers: Layers, session: Session) -> None:
-        session.check_in()
+        session.models.check_in()
         self._model = weakref.ref(model)
         self.name = type(model).__name__
         self.layers = layers
         self.session = session
         self.pager = Pager(
             layers.spec.packs,
-            prefix=f"{session.num_models}/",
+            prefix=f"{session.models.num_adopted}/",
             pool=session.pool,
             store=session.store,
             on_span=session.on_span,
@@ -150,11 +154,11 @@ class OffloadedModel:
         self._keep_wanted = self._keep_beside = 0
         self._keep_first = False
         self._room = 0
-        session.adopt(self)
+        session.models.adopt(self)
         try:
-            session.plan()
+            session.models.plan()
         except BaseException:
-            session.dismiss(self)
+            session.models.dismiss(self)
             raise
 
     @property
@@ -286,7 +290,7 @@ class OffloadedModel:
         self.updates.rest()
         self.executor.let_go()
         self.pager.close()
-        self.session.dismiss(self)
+        self.session.models.dismiss(self)
 
     def fuse(self, wanted: bool) -> None:
         """Let micro-batches of a window pass a block together, or not.
@@ -352,7 +356,7 @@ class OffloadedModel:
 
     def check_plan(self, spec: ModelSpec) -> None:
         """Raise BudgetError if the model would not fit with these packs."""
-        self._residency(spec, self.session.share_bytes())
+        self._residency(spec, self.session.models.share_bytes())
 
     def _residency(self, spec: ModelSpec, limit_bytes: int) -> Residency:
         room = self._beside_streaming(spec, limit_bytes)
@@ -363,7 +367,7 @@ class OffloadedModel:
             keep_bytes=self._keepable_bytes() + self._keep_beside,
             keep_share=self._keep_share(),
             resident_bytes=self.session.max_resident_bytes,
-            packing_bytes=self.session.packing_share_bytes(),
+            packing_bytes=self.session.models.packing_share_bytes(),
             tile_numel=self.pager.tile_numel,
         )
         self._check_disk(spec, residency)
@@ -372,7 +376,7 @@ class OffloadedModel:
     def _beside_streaming(self, spec: ModelSpec, limit_bytes: int) -> int:
         """Return what a share of the RAM leaves when nothing is resident; less than 0 where it is too small."""
         working = working_bytes(spec, tile_numel=self.pager.tile_numel)
-        return limit_bytes - working - self.session.packing_share_bytes()
+        return limit_bytes - working - self.session.models.packing_share_bytes()
 
     def _keep_share(self) -> float:
         given = self.session.keep_share
@@ -393,7 +397,7 @@ class OffloadedModel:
     def _check_disk(self, spec: ModelSpec, residency: Residency) -> None:
         """Copy on write needs room for the tiles that are written while their old versions are there."""
         needed = disk_need_bytes(spec, residency)
-        allowed = self.session.disk_room_bytes(self)
+        allowed = self.session.models.disk_room_bytes(self)
         if needed > allowed:
             pinned = self.session.store.pinned_bytes()
             beside = (
@@ -433,7 +437,7 @@ class OffloadedModel:
         if changed or not still_fits(self._reserved, measured):
             self._reserved = max(measured, 0)
             self._keep_first = first
-            self.session.plan()
+            self.session.models.plan()
             logger.info(
                 "set aside %s for activations; %s resident",
                 format_bytes(self._reserved + self.residency.keep_bytes),
@@ -529,7 +533,7 @@ class OffloadedModel:
             if stops and controls.stopping:
                 controls.reset()
                 raise KeyboardInterrupt
-            self._since = self.session.clock()
+            self._since = running_totals(self.session)
 
     def between_steps(self) -> None:
         """Save, or wait, if a person asked for it."""
@@ -566,7 +570,7 @@ class OffloadedModel:
         """Make the step's result and tell the session; then plan again if memory says so."""
         device = self.session.device
         self.executor.end_step()
-        since, now = self._since, self.session.clock()
+        since, now = self._since, running_totals(self.session)
         assert since is not None
         spent = {key: now[key] - since[key] for key in now}
         seconds = seconds_by_cause(spent, in_place=device.in_place)
@@ -603,7 +607,7 @@ class OffloadedModel:
 
     def _before_forward(self, *_: Any) -> None:
         with interrupts_wait(self.executor.stop, breakable=False):
-            self.session.give_turn(self)
+            self.session.models.give_turn(self)
         self.executor.begin_forward()
         if torch.is_grad_enabled():
             self.begin_step()

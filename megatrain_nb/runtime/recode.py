@@ -188,7 +188,7 @@ def recode(offloaded: OffloadedModel, codecs: Mapping[str, str]) -> None:
         finally:
             done = {param.name: param.codec for p in pager.packs for param in p.params}
             offloaded.use_layers(offloaded.layers.with_codecs(done))
-        offloaded.session.plan()
+        offloaded.session.models.plan()
 
 
 def _convert_pack(pager: Pager, after: PackSpec, key_of: KeyOf) -> None:

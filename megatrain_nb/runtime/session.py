@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import logging
 import os
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from megatrain_nb.codec.choice import Compression
-from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
-from megatrain_nb.runtime.checkpoint import Checkpoints, check_stateful
+from megatrain_nb.runtime.checkpoint import Checkpoints
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.current import current_session, set_current
 from megatrain_nb.runtime.device import pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.models import Models
+from megatrain_nb.runtime.notes import describe_found, opening_notes
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.runtime.warmup import load_code
@@ -91,6 +90,8 @@ class Session:
         A live view follows the training; other progress displays keep quiet.
     last_step
         The last optimizer step, or None.
+    models
+        The models in the session.
     saved
         The checkpoints of the directory; `checkpoints` lists them.
 
@@ -130,9 +131,7 @@ class Session:
         self.shown = False
         self.last_step: StepResult | None = None
         self.stop_event = threading.Event()
-        self.num_models = 0
-        self._models: list[OffloadedModel] = []
-        self._at_work: OffloadedModel | None = None
+        self.models = Models(self)
         self._closed = False
         self.device = device
         self._lock = OwnerLock(preflight.path)
@@ -145,8 +144,15 @@ class Session:
             self.threads = UpdateThreads()
             undo.callback(self.threads.close)
             undo.pop_all()
-        self.notes = self._find_notes(reclaimed)
-        self._tell_found(found)
+        self.notes = opening_notes(
+            preflight,
+            device,
+            max_vram_bytes=max_vram_bytes,
+            max_disk_bytes=max_disk_bytes,
+            reclaimed_bytes=reclaimed,
+        )
+        if found:
+            self.note(describe_found(found, self._lock.left_at_step))
         self._peak = rss.PeakMeter()
 
     def _open_store(self, pinned: list[Manifest]) -> None:
@@ -203,7 +209,7 @@ class Session:
             closing.callback(self.pool.close)
             closing.callback(self.threads.close)
             closing.callback(self.store.close)
-            for model in list(self._models):
+            for model in self.models:
                 closing.callback(model.close, "the session was closed")
                 self._warn_unsaved(model)
 
@@ -249,12 +255,7 @@ class Session:
         ArgumentError
             An object without these.
         """
-        for name, each in objects.items():
-            if each is None:
-                self.saved.objects.pop(name, None)
-                continue
-            check_stateful(name, each)
-            self.saved.objects[name] = each
+        self.saved.register(objects)
 
     def save_checkpoint(
         self, name: str | None = None, *, keep: int | None = None
@@ -284,20 +285,7 @@ class Session:
         StoreError
             The disk is full or failed; earlier checkpoints are whole, and training can go on.
         """
-        if keep is not None and (type(keep) is not int or keep < 1):
-            msg = f"keep={keep!r} is not usable; give a number of checkpoints, 1 or more, or None"
-            raise ArgumentError(msg)
-        given: object = name
-        if name is not None and not (isinstance(given, str) and 0 < len(given) <= 200):
-            msg = f"name={name!r} is not usable; give a short text, or None"
-            raise ArgumentError(msg)
-        before = self.saved.all()
-        others = [each for each in before if each.name != name]
-        removing = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
-        checkpoint = self.saved.save(name, leaving=removing)
-        for each in removing:
-            self.saved.remove(each)
-        return checkpoint
+        return self.saved.save_and_keep(name, keep)
 
     def resume(
         self, name: str | None = None, *, weights_only: bool = False
@@ -363,61 +351,7 @@ class Session:
         """
         return self.saved.take_in(Path(folder), name)
 
-    def usable_models(self) -> list[OffloadedModel]:
-        """Return the models in the order in which they came.
-
-        Raises
-        ------
-        SessionError
-            There is none, the session is closed, or one must not be used any more.
-        """
-        if self._closed:
-            msg = "the session is closed; open one with mt.init(...)"
-            raise SessionError(msg)
-        if (
-            len(self._models) > 1
-        ):  # one that nobody uses any more may wait for the collector
-            gc.collect()
-        self._let_go()
-        if not self._models:
-            msg = "no model is in the session; call mt.wrap(model) or make an mt.Trainer first"
-            raise SessionError(msg)
-        for model in self._models:
-            model.executor.check_usable()
-        return list(self._models)
-
     # -- models -----------------------------------------------------------------------------------------
-
-    def check_in(self) -> None:
-        """Make room before a model moves in: let go of those that nobody holds any more."""
-        CLAIM.check()
-        if self._models:
-            gc.collect()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        for model in [model for model in self._models if model.deleted]:
-            model.close("the model was deleted")
-
-    def adopt(self, model: OffloadedModel) -> None:
-        """Note a model that moves in."""
-        self._models.append(model)
-        self.num_models += 1
-
-    def dismiss(self, model: OffloadedModel) -> None:
-        """Note a model that left, and free what it had on disk."""
-        if model in self._models:
-            self._models.remove(model)
-            self._at_work = None
-            if not self._closed:
-                model.pager.delete_all()
-                if self._models:  # the others may have its share
-                    self.plan()
-
-    @property
-    def models(self) -> tuple[OffloadedModel, ...]:
-        """The models in the session."""
-        return tuple(self._models)
 
     def plan(self) -> None:
         """Give every model an equal share of the RAM, and let each decide what of it stays there.
@@ -427,49 +361,11 @@ class Session:
         BudgetError
             A share is too small.
         """
-        share = self.share_bytes()
-        self.pool.limit_bytes = self.max_ram_bytes
-        for model in self._models:
-            model.plan(share)
-        self.pool.trim()
-        reserved = max(
-            model.residency.activation_bytes + model.residency.keep_bytes
-            for model in self._models
-        )
-        limit = self.max_ram_bytes - reserved
-        for model in self._models:
-            model.pager.shrink(limit)
-        self.pool.limit_bytes = limit
-        if self.callbacks:
-            for layout in self.layouts():
-                for callback in self.callbacks:
-                    callback.on_layout(layout)
+        self.models.plan()
 
     def layouts(self) -> list[Layout]:
         """Return the blocks of each model, and what of them the plan keeps in RAM."""
-        return [model.layout() for model in self._models]
-
-    def share_bytes(self) -> int:
-        """Return what each model may have of the RAM, in bytes."""
-        return self.max_ram_bytes // len(self._models)
-
-    def packing_share_bytes(self) -> int:
-        """Return what each model has to leave of its share for packing, in bytes."""
-        return -(-self.store.staging_bytes // max(len(self._models), 1))
-
-    def give_turn(self, model: OffloadedModel) -> None:
-        """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
-        self._let_go()
-        if self._at_work is not model:
-            for other in self._models:
-                if other is not model:
-                    other.executor.rest()
-            self._at_work = model
-
-    def disk_room_bytes(self, model: OffloadedModel) -> int:
-        """Return the bytes that a model may have on disk beside the other models."""
-        others = sum(m.residency.disk_bytes for m in self._models if m is not model)
-        return self.store.capacity_bytes - self.store.pinned_bytes() - others
+        return self.models.layouts()
 
     # -- what happens -------------------------------------------------------------------------------------
 
@@ -491,23 +387,6 @@ class Session:
             self.on_span(span)
         except Exception:  # a listener's fault must not pass for one of the disk's
             logger.exception("a callback failed in on_span")
-
-    def clock(self) -> dict[str, float]:
-        """Return running totals: seconds by cause and bytes moved; two of them bound an interval."""
-        return {
-            "now": time.perf_counter(),
-            "compute": self.device.compute_seconds
-            + sum(model.executor.compute_seconds for model in self._models),
-            "wait": sum(model.pager.wait_seconds for model in self._models),
-            "update": sum(
-                model.step_seconds + model.updates.seconds for model in self._models
-            ),
-            "read": float(self.store.read_bytes),
-            "written": float(self.store.written_bytes),
-            "onloaded": float(self.device.onloaded.num_bytes),
-            "offloaded": float(self.device.offloaded.num_bytes),
-            "link": self.device.onloaded.seconds + self.device.offloaded.seconds,
-        }
 
     def note_step(self, result: StepResult) -> None:
         """Tell the callbacks that a step is complete."""
@@ -559,7 +438,7 @@ class Session:
             tiers=self.tiers(),
             last_step=self.last_step,
             models=tuple(
-                describe_model(model) for model in self._models if not model.deleted
+                describe_model(model) for model in self.models if not model.deleted
             ),
             notes=self._notes_now(),
             packed_sizes=self.store.packed_sizes(),
@@ -590,33 +469,6 @@ class Session:
         problem = self._page_lock.problem if self._page_lock is not None else ""
         return (*self.notes, problem) if problem else self.notes
 
-    def _tell_found(self, found: list[Checkpoint]) -> None:
-        if found:
-            self.note(_describe_found(found, self._lock.left_at_step))
-
-    def _find_notes(self, reclaimed: int) -> tuple[str, ...]:
-        notes = [*self.preflight.notes, self.preflight.direct_note]
-        if reclaimed:
-            notes.append(
-                f"{format_bytes(reclaimed)} that an earlier, dead process had left here were removed"
-            )
-        if self.device.torch_device.type == "cpu" and self.max_vram_bytes:
-            notes.append("max_vram_gb has no effect without a GPU")
-        if self.device.torch_device.type == "cpu":
-            notes.append(
-                "no GPU is used: blocks compute in place in RAM, which device and host share"
-            )
-        if self.device.torch_device.type == "mps":
-            notes.append(
-                "MPS: blocks are copied to it and from it without overlap; this was never measured"
-            )
-        if self.max_disk_bytes and self.max_disk_bytes > self.preflight.free_bytes:
-            notes.append(
-                f"max_disk_gb allows {format_bytes(self.max_disk_bytes)}, but only "
-                f"{format_bytes(self.preflight.free_bytes)} are free"
-            )
-        return tuple(notes)
-
 
 def _take_over(lock: OwnerLock) -> tuple[int, list[Checkpoint]]:
     """Remove what a dead owner left; return the bytes of it, and the checkpoints that are there."""
@@ -624,21 +476,6 @@ def _take_over(lock: OwnerLock) -> tuple[int, list[Checkpoint]]:
     reclaimed = reclaim(directory) if lock.took_over else 0
     sweep(directory)
     return reclaimed, read_checkpoints(directory)
-
-
-def _describe_found(found: list[Checkpoint], left_at_step: int | None) -> str:
-    last = found[-1]
-    count = "a checkpoint" if len(found) == 1 else f"{len(found)} checkpoints, the last"
-    lost = (left_at_step or 0) - last.step
-    after = (
-        f"; the process that died here had done {lost} more {'step' if lost == 1 else 'steps'}, which are lost"
-        if lost > 0
-        else ""
-    )
-    return (
-        f"this directory holds {count}: {last.label}{after}. Go on with session.resume(), or with "
-        "trainer.train(resume_from_checkpoint=True)"
-    )
 
 
 _pid = os.getpid()

@@ -454,7 +454,7 @@ def test_slots_come_back_from_a_model_that_goes(tmp_path: Path, twin: Any) -> No
         loss_of(other, batch(0)).backward()  # weights stay on the device
         assert other._megatrain.executor.device_bytes > 0
         del other, its_optimizer
-        session.check_in()
+        session.models.check_in()
         slots = [slot for free in device._free.values() for slot in free]
         assert sum(slot.flat.nbytes for slot in slots) == device.used_bytes()
         window_step(kept, optimizer, 0)

@@ -133,7 +133,7 @@ def weights_are_not_written(patch: pytest.MonkeyPatch) -> None:
     def optimizer_has_stepped() -> bool:
         session = current_session()
         assert session is not None
-        return any(model.num_steps for model in session._models)
+        return any(model.num_steps for model in session.models)
 
     patch.setattr(pager.Pager, "settle", clean)
 

@@ -288,7 +288,7 @@ def test_a_model_that_nobody_holds_is_given_back(tmp_path: Path) -> None:
             model, optimizer = wrapped(seeded(TinyLM))
             window_step(model, optimizer, 0)
             del model, optimizer
-            session.check_in()  # as the next model that moves in does
+            session.models.check_in()  # as the next model that moves in does
             assert session.pool.in_use_bytes == session.store.used_bytes == 0
 
 
