@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import safetensors.torch
-import torch
 
 from megatrain_nb.errors import (
     ArgumentError,
@@ -39,6 +36,13 @@ from megatrain_nb.runtime.modelstate import (
     identity,
     restore_model,
     state_of,
+)
+from megatrain_nb.runtime.otherstate import (
+    check_stateful,
+    load_object,
+    random_state,
+    set_random_state,
+    state_of_object,
 )
 from megatrain_nb.runtime.tree import from_json, to_json
 from megatrain_nb.store.base import round_up
@@ -174,7 +178,7 @@ class Checkpoints:
             begin = time.perf_counter()
             for model in models:
                 model.finish_updates()
-            done = max(model.num_steps for model in models)
+            done = max(model.steps.done for model in models)
             name = f"step-{done}" if name is None else name
             same = [each for each in self._all if each.name == name]
             state, tensors = self._describe(models)
@@ -195,10 +199,10 @@ class Checkpoints:
             "models": [
                 to_json(state_of(model), tensors, model.name) for model in models
             ],
-            "random": to_json(_random_state(), tensors, "random"),
+            "random": to_json(random_state(), tensors, "random"),
             "lr_factor": self._session.controls.lr_factor,
             "objects": {
-                name: to_json(_state(each), tensors, name)
+                name: to_json(state_of_object(each), tensors, name)
                 for name, each in self.objects.items()
             },
         }
@@ -232,7 +236,7 @@ class Checkpoints:
         gone = {each.manifest for each in removing}
         after = whole + store.pinned_bytes(without=gone)
         for model in models:
-            disk = model.residency.disk_bytes
+            disk = model.memory.residency.disk_bytes
             after += disk and disk + written_bytes(model.layers.spec)
         needed = max(store.used_bytes + now, after)
         if needed > store.capacity_bytes:
@@ -317,7 +321,7 @@ class Checkpoints:
             for model in models:
                 model.finish_updates()
                 model.executor.drop_gradients()
-                model.forget_step()
+                model.steps.forget()
                 model.executor.weights_change()
             try:
                 for index, (model, each) in enumerate(zip(models, states, strict=True)):
@@ -330,9 +334,9 @@ class Checkpoints:
                     )
                 if not weights_only:
                     for key, value in objects.items():
-                        _load(self.objects[key], value)
+                        load_object(self.objects[key], value)
                     session.controls.lr_factor = state["lr_factor"]
-                    _set_random_state(state["random"])
+                    set_random_state(state["random"])
             except BaseException as error:
                 for model in models:
                     model.pager.broken = (
@@ -346,7 +350,7 @@ class Checkpoints:
     def set_random_state(self, name: str) -> None:
         """Set the random states that a checkpoint has."""
         state, _, _ = read_state(self.get(name))
-        _set_random_state(state["random"])
+        set_random_state(state["random"])
 
     def object_state(self, name: str, key: str) -> Any:
         """Return the state of one registered object in a checkpoint, or None."""
@@ -441,56 +445,9 @@ def _lr_factor(value: Any) -> float:
 
 
 def _check_between_steps(model: OffloadedModel) -> None:
-    if model.in_step:
+    if model.steps.in_progress:
         msg = (
-            f"{model.name} is in the middle of step {model.num_steps + 1}: gradients are pending, and a checkpoint does "
+            f"{model.name} is in the middle of step {model.steps.done + 1}: gradients are pending, and a checkpoint does "
             "not hold them. Take it after optimizer.step(), or call optimizer.zero_grad() first"
         )
         raise SessionError(msg)
-
-
-def _random_state() -> dict[str, Any]:
-    """Return the random states of Python, numpy and torch."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - what transformers seeds
-        "torch": torch.get_rng_state(),
-        "cuda": [],
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    try:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        msg = f"the checkpoint's random states are damaged: {error!r}"
-        raise StoreError(msg) from error
-
-
-def check_stateful(name: str, each: Any) -> None:
-    """Raise ArgumentError if an object's state cannot be kept."""
-    pairs = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
-    if not any(all(callable(getattr(each, x, None)) for x in pair) for pair in pairs):
-        msg = (
-            f"{name}={each!r} has neither state_dict and load_state_dict nor get_state and set_state, so a checkpoint "
-            "cannot hold it"
-        )
-        raise ArgumentError(msg)
-
-
-def _state(each: Any) -> Any:
-    return each.state_dict() if hasattr(each, "load_state_dict") else each.get_state()
-
-
-def _load(each: Any, state: Any) -> None:
-    if hasattr(each, "load_state_dict"):
-        each.load_state_dict(state)
-    else:
-        each.set_state(state)

@@ -20,7 +20,7 @@ def running_totals(session: Session) -> dict[str, float]:
         "compute": device.compute_seconds
         + sum(model.executor.compute_seconds for model in models),
         "wait": sum(model.pager.wait_seconds for model in models),
-        "update": sum(model.step_seconds + model.updates.seconds for model in models),
+        "update": sum(model.steps.seconds + model.updates.seconds for model in models),
         "read": float(store.read_bytes),
         "written": float(store.written_bytes),
         "onloaded": float(device.onloaded.num_bytes),

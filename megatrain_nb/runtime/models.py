@@ -109,10 +109,10 @@ class Models:
         pool, share = session.pool, self.share_bytes()
         pool.limit_bytes = session.max_ram_bytes
         for model in self._all:
-            model.plan(share)
+            model.memory.plan(share)
         pool.trim()
         reserved = max(
-            model.residency.activation_bytes + model.residency.keep_bytes
+            model.memory.residency.activation_bytes + model.memory.residency.keep_bytes
             for model in self._all
         )
         limit = session.max_ram_bytes - reserved
@@ -126,7 +126,7 @@ class Models:
 
     def layouts(self) -> list[Layout]:
         """Return the blocks of each model, and what of them the plan keeps in RAM."""
-        return [model.layout() for model in self._all]
+        return [model.memory.layout() for model in self._all]
 
     def share_bytes(self) -> int:
         """Return what each model may have of the RAM, in bytes."""
@@ -139,5 +139,5 @@ class Models:
     def disk_room_bytes(self, model: OffloadedModel) -> int:
         """Return the bytes that a model may have on disk beside the other models."""
         store = self._session.store
-        others = sum(m.residency.disk_bytes for m in self._all if m is not model)
+        others = sum(m.memory.residency.disk_bytes for m in self._all if m is not model)
         return store.capacity_bytes - store.pinned_bytes() - others

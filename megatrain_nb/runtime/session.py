@@ -218,7 +218,7 @@ class Session:
             logger.warning(
                 "%s: closing the session discards changes of its weights that were not saved (now at step %d)",
                 model.name,
-                model.num_steps,
+                model.steps.done,
             )
 
     def __enter__(self) -> Self:

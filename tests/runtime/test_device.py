@@ -353,11 +353,11 @@ def test_activations_are_kept_in_the_device_s_memory(
             (window_step if window else plain_step)(model, optimizer, step)
             again.append(count[0])
         record = model._megatrain
-        assert record.residency.keep_bytes == 0
+        assert record.memory.residency.keep_bytes == 0
         assert record.executor.keeping.limit_bytes > 0
         found = snapshot(model, optimizer)
         session.max_kept_bytes = 0
-        record._plan_device()
+        record.memory.plan_device()
         assert record.executor.keeping.limit_bytes == 0
     assert {key for key in differing(expected, found) if key != "losses"} == set()
     assert (
