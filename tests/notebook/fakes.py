@@ -149,9 +149,9 @@ def fake_module() -> types.ModuleType:
             raise ArgumentError(msg)
         if module.current is not None:
             module.current.close()
-        session: Any = FakeSession(offload_dir=offload_dir, **options)
+        session = FakeSession(offload_dir=offload_dir, **options)
         module.current = session
-        set_current(session)
+        set_current(session)  # type: ignore[arg-type]
         return session
 
     module.init = init
