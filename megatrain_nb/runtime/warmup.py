@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.codec import split
 from megatrain_nb.codec.lossless import chunks
-from megatrain_nb.optim import encoded
+from megatrain_nb.optim import encoded, gradient
 from megatrain_nb.optim.adamw import warm_up
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def load_code(compression: Compression | None = None, *, packing: bool = False) 
     warm_up()
     warm_up(split=True)
     split.warm_up()
+    gradient.warm_up()
     for codec in () if compression is None else compression.codecs():
         encoded.warm_up(codec)
         encoded.warm_up(codec, split=True)
