@@ -37,6 +37,7 @@ from megatrain_nb.codec.quantised.block_kernels import (
     end_params,
     magnitude,
     make_scratch,
+    put_noise,
 )
 from megatrain_nb.codec.quantised.blocks import HALF
 from megatrain_nb.codec.quantised.kernels import (
@@ -45,6 +46,7 @@ from megatrain_nb.codec.quantised.kernels import (
     decode,
     encode,
     end_encode,
+    level_of,
 )
 from megatrain_nb.jit import inlined, kernel
 
@@ -169,11 +171,13 @@ def _moments(
 
 
 @inlined
-def _param(
-    p: np.float32, m: np.float32, v: np.float32, correction: np.float32, x: Scalars
-) -> np.float32:
-    denom = np.sqrt(v) * correction + x.eps
-    return np.float32(p * x.decay + x.minus_step_size * m / denom)
+def _denom(v: np.float32, correction: np.float32, x: Scalars) -> np.float32:
+    return fma(np.sqrt(v), correction, x.eps)
+
+
+@inlined
+def _param(p: np.float32, m: np.float32, denom: np.float32, x: Scalars) -> np.float32:
+    return fma(p, x.decay, np.float32(np.float32(x.minus_step_size * m) / denom))
 
 
 @inlined
@@ -187,9 +191,15 @@ def _update_block(
     x: Scalars,
     counter: Counter,
 ) -> None:
-    """Update one block. Roots and divisions are where the integers' work hides them."""
+    """Update one block.
+
+    Roots are taken in the first pass and divisions made in the second: the CPU has one
+    unit for both, and there is other work in each pass to hide them.
+    """
     params = begin_params(master, s)
+    put_noise(s, np.uint32(counter.block + np.uint32(b)), counter)
     header = begin_decode(planes, b, s)
+    correction = np.float32(np.float32(1) / x.bias_correction2_sqrt)
     largest = np.uint32(0)
     for i in range(HALF):
         j = i + HALF
@@ -199,22 +209,24 @@ def _update_block(
             p_0, p_1 = params[i], params[j]
         m_0, v_0 = _moments(p_0, m_0, v_0, load(grad, i), x)
         m_1, v_1 = _moments(p_1, m_1, v_1, load(grad, j), x)
-        s.m[i], s.m[j], s.v[i], s.v[j] = m_0, m_1, v_0, v_1
+        s.m[i], s.m[j] = m_0, m_1
+        s.denom[i] = _denom(v_0, correction, x)
+        s.denom[j] = _denom(v_1, correction, x)
+        s.v_code[i] = level_of(planes, v_0, s.noise[i])
+        s.v_code[j] = level_of(planes, v_1, s.noise[j])
         bits_0, bits_1 = magnitude(m_0), magnitude(m_1)
         bits = bits_0 if bits_0 > bits_1 else bits_1
         largest = bits if bits > largest else largest
     for i in range(size, BLOCK):
-        s.m[i], s.v[i] = np.float32(0), np.float32(0)
-    state = begin_encode(planes, largest)
-    block, top = np.uint32(counter.block + np.uint32(b)), np.uint32(0)
-    correction = np.float32(np.float32(1) / x.bias_correction2_sqrt)
+        s.m[i], s.v_code[i] = np.float32(0), np.uint32(0)
+    state, largest = begin_encode(planes, b, s, largest), np.uint32(0)
     for i in range(HALF):
         j = i + HALF
-        params[i] = _param(params[i], s.m[i], s.v[i], correction, x)
-        params[j] = _param(params[j], s.m[j], s.v[j], correction, x)
-        level = encode(planes, s, state, i, block, counter)
-        top = level if level > top else top
-    end_encode(planes, b, s, state, top)
+        params[i] = _param(params[i], s.m[i], s.denom[i], x)
+        params[j] = _param(params[j], s.m[j], s.denom[j], x)
+        bits = encode(planes, b, s, state, i)
+        largest = bits if bits > largest else largest
+    end_encode(planes, b, s, largest)
     end_params(master, s)
 
 
@@ -229,7 +241,8 @@ def adamw_encoded(
     """Decode the moments, update, encode them again, block by block.
 
     The numbers of decoding, `adamw` and encoding, but for the last bit: the division
-    by the bias correction is a multiplication here, and there is no tail.
+    by the bias correction is a multiplication here, what can be fused is, and there is
+    no tail.
 
     Parameters
     ----------

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
+import zlib
+from fractions import Fraction
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatrain_nb.codec.base import BLOCK, Key
-from megatrain_nb.codec.quantised.blocks import dither, m_noise, pack, unpack
-from tests.codec.common import QUANTISED, encoded, moments, quantised, round_trip
+from megatrain_nb.codec.quantised.blocks import FACTORS, dither, pack, unpack
+from tests.codec.common import (
+    QUANTISED,
+    decoded,
+    encoded,
+    moments,
+    quantised,
+    round_trip,
+)
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
 LINEAR = ("8bit", "4bit")
@@ -24,6 +35,17 @@ def test_golden_bytes(name: str) -> None:
     v = ((1 + i * 29 % 97) ** 2 * 2.0**-34).astype(np.float32)
     got = encoded(quantised(name), m, v, Key(BLOCK, 7, 0xC0FFEE)).tobytes().hex()
     assert got == GOLDEN[name]
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_what_was_encoded_with_another_dither_is_read_as_before(name: str) -> None:
+    """The dither is no part of the format."""
+    golden = GOLDEN[f"{name} with the first dither"]
+    data = np.frombuffer(bytes.fromhex(golden["encoded"]), np.uint8).copy()
+    m, v = decoded(quantised(name), data, 2 * BLOCK - 9)
+    found = [zlib.crc32(m.tobytes()), zlib.crc32(v.tobytes())]
+    assert found == golden["crc32 of m, v"]
+    assert np.array_equal(encoded(quantised(name), m, v), data)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
@@ -47,12 +69,12 @@ def test_size_with_a_tiles_header_and_padding(name: str, ratio: float) -> None:
 # ---------------------------------------------------------------- dither
 
 
-def test_dither_is_uniform_and_neighbours_are_independent() -> None:
+def test_dither_is_uniform_and_pairs_are_independent() -> None:
     noise = np.concatenate([dither(Key(0, step, 9), 64) for step in range(16)])
     for values, stop in (
-        (noise & 0x7FFFFF, 2**23),
         (noise >> 9, 2**23),
-        (m_noise(noise), 2**8),
+        (noise >> 12, 2**20),
+        (noise >> 7 & 0xFF, 2**8),
     ):
         unit = (values + 0.5) / stop
         four_sigma = 4 / np.sqrt(12 * unit.size)
@@ -60,11 +82,39 @@ def test_dither_is_uniform_and_neighbours_are_independent() -> None:
         assert abs(unit.var() - 1 / 12) < four_sigma
         centred = (unit - 0.5) * np.sqrt(12)
         limit = 4 / np.sqrt(unit.size)
-        for axis, lag in ((1, 1), (1, 2), (1, 16), (0, 1), (0, 64)):
+        lags = [(1, lag) for lag in (1, 2, *range(16, BLOCK, 16))]
+        for axis, lag in (*lags, (0, 1), (0, 64)):
             shifted = np.roll(centred, lag, axis)
             assert abs((centred * shifted).mean()) < limit, (axis, lag)
-    low, high = (noise & 0x7FFFFF) / 2**23 - 0.5, (noise >> 9) / 2**23 - 0.5
-    assert abs((low * high).mean() * 12) < 4 / np.sqrt(noise.size)
+    high, low = (noise >> 9) / 2**23 - 0.5, (noise >> 7 & 0xFF) / 2**8 - 0.5
+    assert abs((high * low).mean() * 12) < 4 / np.sqrt(noise.size)
+
+
+def shortest(factor: int, bits: int) -> float:
+    """The shortest vector of (i, factor * i) modulo 2**bits, over the longest possible."""
+    a, b = np.array([2**bits, 0], object), np.array([factor % 2**bits, 1], object)
+    while True:  # Gauss
+        b = b - a * round(Fraction(int(a @ b), int(a @ a)))
+        if b @ b >= a @ a:
+            return float(math.sqrt(a @ a / (2 / math.sqrt(3) * 2**bits)))
+        a, b = b, a
+
+
+@pytest.mark.parametrize("bits", [32, 15])
+def test_elements_that_share_a_hash_pass_the_spectral_test(bits: int) -> None:
+    for first, second in combinations(FACTORS, 2):
+        assert shortest(second * pow(first, -1, 2**bits), bits) >= 0.75
+
+
+def test_m_rounds_in_pairs_as_if_independent() -> None:
+    """Over all hashes: both below any two thresholds, against the product."""
+    hashes = np.arange(2**15, dtype=np.uint32)
+    dithers = [(hashes * np.uint32(factor) >> 7) & 0xFF for factor in FACTORS]
+    area = np.outer(np.arange(1, 257), np.arange(1, 257)) / 2**16
+    for first, second in combinations(dithers, 2):
+        counts = np.bincount(first * 256 + second, minlength=2**16).reshape(256, 256)
+        below = counts.cumsum(0).cumsum(1) / 2**15
+        assert abs(below - area).max() < 0.001
 
 
 def test_dither_counts_on_from_block_to_block() -> None:

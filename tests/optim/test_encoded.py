@@ -42,8 +42,9 @@ def twin(
             g = naive.fma(param, x.l2, g)
         m = naive.fma(x.lerp, g - m, g if x.from_grad else m)
         v = naive.fma(x.one_minus_beta2 * g, g, v * x.beta2)
-        denom = np.sqrt(v) * (np.float32(1) / x.bias_correction2_sqrt) + x.eps
-        param = param * x.decay + x.minus_step_size * m / denom
+        correction = np.float32(1) / x.bias_correction2_sqrt
+        denom = naive.fma(np.sqrt(v), correction, x.eps)
+        param = naive.fma(param, x.decay, x.minus_step_size * m / denom)
     key = Key(segment.first, segment.step, segment.seed)
     return param, encode(segment.codec, m, v, key)
 

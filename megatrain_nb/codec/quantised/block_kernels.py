@@ -15,6 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy import float32 as f4
 from numpy import int32 as i4
+from numpy import uint8 as u1
 from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
@@ -29,7 +30,8 @@ from megatrain_nb.codec.kernels import (
     to_float,
 )
 from megatrain_nb.codec.quantised.blocks import (
-    HALF,
+    FACTORS,
+    LANES,
     LARGEST,
     LARGEST_V,
     MULTIPLY_1,
@@ -48,19 +50,22 @@ if TYPE_CHECKING:
 
 _LINE = 64
 _SPREAD_SCALE, _SPREAD_OFFSET = SPREAD
+_F = tuple(u4(factor) for factor in FACTORS)
 
 
 class Scratch(NamedTuple):
     """Memory for one block: its moments, and what it takes to encode them."""
 
     m: NDArray[np.float32]
-    v: NDArray[np.float32]
+    size: NDArray[np.float32]
     param: NDArray[np.float32]
     grad: NDArray[np.float32]
+    denom: NDArray[np.float32]
+    noise: NDArray[np.uint32]
     m_code: NDArray[np.uint32]
     v_code: NDArray[np.uint32]
-    noise: NDArray[np.uint32]
-    size: NDArray[np.int32]
+    m_byte: NDArray[np.uint8]
+    v_byte: NDArray[np.uint8]
 
 
 class Counter(NamedTuple):
@@ -76,10 +81,12 @@ def make_scratch() -> Scratch:
 
     So LLVM knows that it overlaps with no array, and need not ask in every loop.
     """
-    m, v, param, grad = np.zeros((4, BLOCK), np.float32)
-    m_code, v_code, noise = np.zeros((3, BLOCK), np.uint32)
-    size = np.zeros(BLOCK, np.int32)
-    return Scratch(m, v, param, grad, m_code, v_code, noise, size)
+    m, size, param, grad, denom = np.zeros((5, BLOCK), np.float32)
+    noise, m_code, v_code = np.zeros((3, BLOCK), np.uint32)
+    m_byte, v_byte = np.zeros((2, BLOCK), np.uint8)
+    return Scratch(
+        *(m, size, param, grad, denom, noise, m_code, v_code, m_byte, v_byte)
+    )
 
 
 _alloca: Any = cgutils.alloca_once
@@ -109,10 +116,12 @@ def _compiled_scratch() -> Any:
         carray(_stack(f4), BLOCK),
         carray(_stack(f4), BLOCK),
         carray(_stack(f4), BLOCK),
+        carray(_stack(f4), BLOCK),
         carray(_stack(u4), BLOCK),
         carray(_stack(u4), BLOCK),
         carray(_stack(u4), BLOCK),
-        carray(_stack(i4), BLOCK),
+        carray(_stack(u1), BLOCK),
+        carray(_stack(u1), BLOCK),
     )
 
 
@@ -125,12 +134,22 @@ def make_counter(key: Key) -> Counter:
 
 
 @inlined
-def hash_of(block: np.uint32, i: int, counter: Counter) -> np.uint32:
-    """Return the hash that elements i and i + 64 share, see `blocks.dither`."""
-    x = u4(u4(block * u4(HALF)) + u4(i))
-    x = u4(u4(x ^ counter.word_1) * MULTIPLY_1)
-    x = u4(u4(u4(x ^ u4(x >> u4(15))) + counter.word_2) * MULTIPLY_2)
-    return u4(x ^ u4(x >> u4(16)))
+def put_noise(s: Scratch, block: np.uint32, counter: Counter) -> None:
+    """Put the random bits of a block, see `blocks.dither`."""
+    for i in range(LANES):
+        x = u4(u4(block * u4(LANES)) + u4(i))
+        x = u4(u4(x ^ counter.word_1) * MULTIPLY_1)
+        x = u4(u4(u4(x ^ u4(x >> u4(15))) + counter.word_2) * MULTIPLY_2)
+        x = u4(x ^ u4(x >> u4(16)))
+        # By hand: LLVM makes no vectors of a loop over the eight.
+        s.noise[i] = u4(x * _F[0])
+        s.noise[i + LANES] = u4(x * _F[1])
+        s.noise[i + 2 * LANES] = u4(x * _F[2])
+        s.noise[i + 3 * LANES] = u4(x * _F[3])
+        s.noise[i + 4 * LANES] = u4(x * _F[4])
+        s.noise[i + 5 * LANES] = u4(x * _F[5])
+        s.noise[i + 6 * LANES] = u4(x * _F[6])
+        s.noise[i + 7 * LANES] = u4(x * _F[7])
 
 
 @inlined
@@ -149,9 +168,9 @@ class V(NamedTuple):
     """How a codec stores v: numbers that its kernels are compiled with."""
 
     shift: np.uint32
-    mask: np.uint32
     down: np.uint32
     least: np.uint32
+    largest: np.uint32
     most: np.uint32
     fine: np.uint32
     below: np.uint32
@@ -162,9 +181,9 @@ def v_of(codec: BlockCodec) -> V:
     fine = max(0, 23 - codec.shift)
     return V(
         shift=u4(codec.shift),
-        mask=u4((1 << codec.shift) - 1),
         down=u4(32 - codec.shift),
         least=u4(max(1, 1 << 23 >> codec.shift)),
+        largest=u4(LARGEST_V >> u4(codec.shift)),
         most=u4(2**codec.bits - 1),
         fine=u4(fine),
         below=u4((1 << fine) - 1),
@@ -172,41 +191,31 @@ def v_of(codec: BlockCodec) -> V:
 
 
 @inlined
-def _level(v: np.float32, random: np.uint32, x: V) -> np.uint32:
-    bits = to_bits(v)
-    bits = bits if bits < LARGEST_V else LARGEST_V
+def level_of(v: np.float32, noise: np.uint32, x: V) -> np.uint32:
+    """Return v as a level, not capped; `blocks.quantise_v` says what it is."""
     if x.shift == 24:
-        at_least = to_bits(f4(f4(f4(i4(random)) * _SPREAD_SCALE) + _SPREAD_OFFSET))
+        one_to_two = to_float(u4(u4(noise >> u4(9)) | u4(0x3F800000)))
+        at_least = to_bits(f4(f4(one_to_two * _SPREAD_SCALE) - _SPREAD_OFFSET))
         random = u4(u4(0x40800000) - at_least)
-    return u4(u4(bits + random) >> x.shift)
+    else:
+        random = u4(noise >> x.down)
+    return u4(u4(to_bits(v) + random) >> x.shift)
 
 
 @inlined
-def put_levels(s: Scratch, i: int, noise: np.uint32, x: V) -> np.uint32:
-    """Put the levels of v for i and i + 64; return the larger."""
-    level_0 = _level(s.v[i], u4(noise & x.mask), x)
-    level_1 = _level(s.v[i + HALF], u4(noise >> x.down), x)
-    s.v_code[i], s.v_code[i + HALF] = level_0, level_1
-    return level_0 if level_0 > level_1 else level_1
-
-
-@inlined
-def top_of(level: np.uint32, x: V) -> np.uint32:
-    """Return the top of a block whose largest level this is."""
-    return u4((level if level > x.least else x.least) >> x.fine)
-
-
-@inlined
-def most_of(first: np.uint32, x: V) -> np.uint32:
-    """Return the largest code in a block whose code 0 is the level ``first``."""
-    most = u4(first - x.least)
-    return most if most < x.most else x.most
-
-
-@inlined
-def first_of(top: np.uint32, x: V) -> np.uint32:
-    """Return the level that has code 0."""
-    return u4(u4(top << x.fine) | x.below)
+def range_of(s: Scratch, x: V) -> tuple[np.uint32, np.uint32, np.uint32]:
+    """Return the top of the levels in `v_code`, the first level, the largest code."""
+    level = u4(0)
+    for i in range(BLOCK):
+        level = s.v_code[i] if s.v_code[i] > level else level
+    if level > x.largest:  # an infinity
+        level = x.largest
+        for i in range(BLOCK):
+            s.v_code[i] = min(s.v_code[i], level)
+    top = u4((level if level > x.least else x.least) >> x.fine)
+    first = first_of(top, x)
+    room = u4(first - x.least)
+    return top, first, room if room < x.most else x.most
 
 
 @inlined
@@ -214,6 +223,12 @@ def code_of(first: np.uint32, level: np.uint32, most: np.uint32) -> np.uint32:
     """Return the code of a level."""
     code = u4(first - level)
     return code if code < most else most
+
+
+@inlined
+def first_of(top: np.uint32, x: V) -> np.uint32:
+    """Return the level that has code 0."""
+    return u4(u4(top << x.fine) | x.below)
 
 
 @inlined
@@ -227,6 +242,7 @@ class BlockKernels(NamedTuple):
 
     begin_decode: Any
     decode: Any
+    level_of: Any
     begin_encode: Any
     encode: Any
     end_encode: Any

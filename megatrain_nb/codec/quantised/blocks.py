@@ -15,11 +15,15 @@ i, i + 32, i + 64 and i + 96. So a vector of bytes unpacks with shifts alone. Wi
 the two low bits of all codes come first, then the high bits, eight to a byte.
 
 [Note: dither]
-Elements i and i + 64 of a block share one 32-bit hash of the block's number, i, step and
-seed. To drop `shift` bits of v (below), the first takes the lowest `shift` bits and the
-other the highest. They overlap, but what is high in one is low in the other, and rounding
-hangs on the high bits: they are as good as independent. m takes the 8 lowest bits of the
-same dither, for the same reason. Nothing that needs no rounding is moved.
+Elements i, i + 16, i + 32 ... of a block share one 32-bit hash of the block's number, i,
+step and seed: each takes another multiple of it. An odd factor permutes the 32-bit
+numbers, so every element's dither is as uniform as the hash. Two elements' dithers are
+the points of a lattice in the plane; the factors were sought so that for all 28 pairs its
+shortest vector is at least 0.75 of the longest possible (the spectral test of Coveyou and
+MacPherson, 1967), modulo 2**32 for v, which takes the highest bits, and modulo 2**15 for
+m, which takes bits 7 to 14. So pairs are as good as independent: a test shows it. Of one
+element, the bits of m are the low ones of v, and rounding hangs on the high ones. Nothing
+that needs no rounding is moved.
 
 [Note: v]
 v must follow increments of 0.1 % and less (1 - beta2), which rounding to nearest loses,
@@ -34,6 +38,10 @@ The bits of a float, read as an integer, count the floats. Adding any of the num
 ``1 << shift`` and dropping `shift` bits rounds to one of two neighbours whose distance is
 linear in the number: without bias. At shift 24 the neighbours are 1 and 4, and the bits
 are not linear between; there the dither is spread so that the mean is right again.
+
+[Note: count]
+m is rounded by adding its dither and 256: a float from 256 to 512 has its whole part in
+bits 15 to 22, and so the kernels need not convert it to an integer.
 """
 
 from __future__ import annotations
@@ -65,8 +73,19 @@ LARGEST_V = u4(0x7F000000)
 SMALLEST_SCALE = np.float32(2.0**-100)
 """A block of m with a smaller scale is all zeros; 1 / scale stays finite."""
 LARGEST = u4(0x7F7FFFFF)
-SPREAD = (np.float32(3 * 2.0**-24), np.float32(1 + 2.0**-23))
+SPREAD = (np.float32(3), np.float32(2 - 2.0**-23))
+COUNT = np.float32(256)
+"""See [Note: count]."""
+M_BITS, M_PATTERN = u4(0x7F80), u4(0x43800040)
+"""Random bits of m, and `COUNT` and half of the lowest of them."""
 MULTIPLY_1, MULTIPLY_2 = u4(0x7FEB352D), u4(0x846CA68B)
+LANES = 16
+"""Elements of a block with a hash of their own; fp32 numbers in an AVX-512 register."""
+FACTORS = (
+    *(0x00000001, 0x8306D03B, 0xADEC6F11, 0x7A98B9AD),
+    *(0x5ABACBAF, 0x4268A581, 0x773F060D, 0xF62E92B1),
+)
+"""See [Note: dither]."""
 
 
 class Planes(NamedTuple):
@@ -135,10 +154,13 @@ class BlockCodec(Codec):
         """Return views of the planes of an encoded array."""
         row = self._row_bytes()
         blocks = encoded.size // (2 * row + HEADER_BYTES)
-        ends = np.cumsum([row * blocks, row * blocks, 2 * blocks])
-        m, v, scale, top = np.split(encoded, ends)
-        m, v = m.reshape(blocks, row), v.reshape(blocks, row)
-        return _PLANES[self.bits](m, v, scale.view(np.uint16), top)
+        v, scale, top = row * blocks, 2 * row * blocks, (2 * row + 2) * blocks
+        return _PLANES[self.bits](
+            encoded[:v].reshape(blocks, row),
+            encoded[v:scale].reshape(blocks, row),
+            encoded[scale:top].view(np.uint16),
+            encoded[top : top + blocks],
+        )
 
     def _row_bytes(self) -> int:
         return self.bits * BLOCK // 8
@@ -218,25 +240,28 @@ def key_words(key: Key) -> tuple[np.uint32, np.uint32]:
 
 
 def dither(key: Key, blocks: int) -> U32:
-    """Return a hash for elements i and i + 64 of each block, shape (blocks, 64).
+    """Return 32 random bits for each element, shape (blocks, 128).
 
-    Two rounds of multiplication and xor-shift (Wellons, 2018), a word of the key before
-    each; see [Note: dither].
+    The hash: two rounds of multiplication and xor-shift (Wellons, 2018), a word of the
+    key before each; see [Note: dither].
     """
     word_1, word_2 = key_words(key)
     first = key.first // BLOCK
     block = np.arange(first, first + blocks, dtype=np.uint64).astype(np.uint32)
-    element = np.arange(HALF, dtype=np.uint32)
-    x: U32 = block[:, None] * u4(HALF) + element
+    lane = np.arange(LANES, dtype=np.uint32)
+    x: U32 = block[:, None] * u4(LANES) + lane
     x = (x ^ word_1) * MULTIPLY_1
     x = ((x ^ x >> u4(15)) + word_2) * MULTIPLY_2
-    out: U32 = x ^ x >> u4(16)
+    x = x ^ x >> u4(16)
+    factors = np.array(FACTORS, np.uint32)[:, None]
+    out: U32 = (x[:, None, :] * factors).reshape(blocks, BLOCK)
     return out
 
 
-def m_noise(noise: U32) -> U32:
-    """Return 8 bits for each element, shape (B, 128)."""
-    return np.hstack([noise & u4(0xFF), noise >> u4(9) & u4(0xFF)])
+def m_dither(noise: U32) -> F32:
+    """Return `COUNT` and a fraction of 8 random bits and a half, shape (B, 128)."""
+    dithered: F32 = (noise & M_BITS | M_PATTERN).view(np.float32)
+    return dithered
 
 
 # ---------------------------------------------------------------------- v
@@ -244,8 +269,8 @@ def m_noise(noise: U32) -> U32:
 
 def quantise_v(v: F32, noise: U32, bits: int, shift: int) -> tuple[U32, U8]:
     """Return codes (B, 128) and tops (B,) of v, see [Note: v]."""
-    pattern = np.minimum(v.view(np.uint32), LARGEST_V)
-    level = (pattern + _spread(noise, shift)) >> u4(shift)
+    level = (v.view(np.uint32) + _spread(noise, shift)) >> u4(shift)
+    level = np.minimum(level, u4(LARGEST_V >> u4(shift)))
     fine = max(0, 23 - shift)  # bits of a level below the exponent
     least = u4(max(1, 1 << 23 >> shift))
     top = np.maximum(level.max(axis=1), least) >> u4(fine)
@@ -268,13 +293,13 @@ def _first(top: U32, fine: int) -> U32:
 
 def _spread(noise: U32, shift: int) -> U32:
     """Return what to add to a pattern before `shift` bits are dropped."""
-    low, high = noise & u4((1 << shift) - 1), noise >> u4(32 - shift)
-    random = np.hstack([low, high])
     if shift <= 23:
-        return random
-    # Up from 1 to 4 if the number is at least 1 + 3 u: compare patterns.
+        return noise >> u4(32 - shift)
+    # Up from 1 to 4 if the number is at least 1 + 3 u: compare patterns. The random
+    # float is 1 + u.
     scale, offset = SPREAD
-    at_least = (random.astype(np.float32) * scale + offset).view(np.uint32)
+    random = (noise >> u4(9) | u4(0x3F800000)).view(np.float32)
+    at_least = (random * scale - offset).view(np.uint32)
     return u4(0x3F800000 + (1 << 24)) - at_least
 
 

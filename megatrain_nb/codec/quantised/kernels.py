@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numba.extending import overload
 
 from megatrain_nb.codec.quantised.blocks import Planes2, Planes3, Planes4, Planes8
@@ -15,13 +16,7 @@ from megatrain_nb.codec.quantised.three import CODEC as THREE
 from megatrain_nb.codec.quantised.two import CODEC as TWO
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from megatrain_nb.codec.quantised.block_kernels import (
-        BlockKernels,
-        Counter,
-        Scratch,
-    )
+    from megatrain_nb.codec.quantised.block_kernels import BlockKernels, Scratch
     from megatrain_nb.codec.quantised.blocks import Planes
 
 _KERNELS = {
@@ -42,24 +37,27 @@ def decode(planes: Planes, b: int, s: Scratch, header: Any, i: int) -> Any:
     return _KERNELS[type(planes)].decode(planes, b, s, header, i)
 
 
-def begin_encode(planes: Planes, largest: np.uint32) -> Any:
+def level_of(planes: Planes, v: np.float32, noise: np.uint32) -> np.uint32:
+    """Return what stands for v until the codes are known."""
+    return np.uint32(_KERNELS[type(planes)].level_of(v, noise))
+
+
+def begin_encode(planes: Planes, b: int, s: Scratch, largest: np.uint32) -> Any:
     """Return what `encode` needs; ``largest`` is of all `magnitude` of m."""
-    return _KERNELS[type(planes)].begin_encode(largest)
+    return _KERNELS[type(planes)].begin_encode(planes, b, s, largest)
 
 
-def encode(
-    planes: Planes, s: Scratch, state: Any, i: int, block: np.uint32, counter: Counter
-) -> Any:
-    """Encode what does not depend on other elements, for i and i + 64 in the scratch.
+def encode(planes: Planes, b: int, s: Scratch, state: Any, i: int) -> Any:
+    """Encode what other elements do not change, for i and i + 64 in the scratch.
 
-    Returns a level, whose maximum over all i `end_encode` needs.
+    Returns a number, whose maximum over all i `end_encode` needs.
     """
-    return _KERNELS[type(planes)].encode(s, state, i, block, counter)
+    return _KERNELS[type(planes)].encode(planes, b, s, state, i)
 
 
-def end_encode(planes: Planes, b: int, s: Scratch, state: Any, level: Any) -> None:
-    """Encode the rest and store it as block b."""
-    _KERNELS[type(planes)].end_encode(planes, b, s, state, level)
+def end_encode(planes: Planes, b: int, s: Scratch, largest: Any) -> None:
+    """Encode the rest of block b."""
+    _KERNELS[type(planes)].end_encode(planes, b, s, largest)
 
 
 def _kernels_of(planes: Any) -> BlockKernels:
@@ -78,19 +76,25 @@ def _decode(planes: Any, b: Any, s: Any, header: Any, i: Any) -> Any:
     return lambda planes, b, s, header, i: run(planes, b, s, header, i)
 
 
+@overload(level_of, strict=False)
+def _level_of(planes: Any, v: Any, noise: Any) -> Any:
+    run = _kernels_of(planes).level_of
+    return lambda planes, v, noise: run(v, noise)
+
+
 @overload(begin_encode, strict=False)
-def _begin_encode(planes: Any, largest: Any) -> Any:
+def _begin_encode(planes: Any, b: Any, s: Any, largest: Any) -> Any:
     run = _kernels_of(planes).begin_encode
-    return lambda planes, largest: run(largest)
+    return lambda planes, b, s, largest: run(planes, b, s, largest)
 
 
 @overload(encode, strict=False)
-def _encode(planes: Any, s: Any, state: Any, i: Any, block: Any, counter: Any) -> Any:
+def _encode(planes: Any, b: Any, s: Any, state: Any, i: Any) -> Any:
     run = _kernels_of(planes).encode
-    return lambda planes, s, state, i, block, counter: run(s, state, i, block, counter)
+    return lambda planes, b, s, state, i: run(planes, b, s, state, i)
 
 
 @overload(end_encode, strict=False)
-def _end_encode(planes: Any, b: Any, s: Any, state: Any, level: Any) -> Any:
+def _end_encode(planes: Any, b: Any, s: Any, largest: Any) -> Any:
     run = _kernels_of(planes).end_encode
-    return lambda planes, b, s, state, level: run(planes, b, s, state, level)
+    return lambda planes, b, s, largest: run(planes, b, s, largest)

@@ -12,14 +12,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy import uint32 as u4
 
 from megatrain_nb.codec.quantised.blocks import (
+    COUNT,
     SMALLEST_SCALE,
     BlockCodec,
     bf16_down,
     from_bf16,
     largest,
-    m_noise,
+    m_dither,
 )
 
 if TYPE_CHECKING:
@@ -39,10 +41,10 @@ class Linear(BlockCodec):
         inverse = np.divide(
             np.float32(1), step, where=step > 0, out=np.zeros_like(step)
         )
-        part = m_noise(noise).astype(np.float32) * np.float32(2.0**-8)
-        place = m * inverse[:, None] + (part + np.float32(steps + 1 + 2.0**-9))
-        place = np.clip(place, np.float32(1), np.float32(2 * steps + 1))
-        return place.astype(np.uint32), np.where(step > 0, scale, 0).astype(np.uint16)
+        place = m * inverse[:, None] + (m_dither(noise) + np.float32(steps + 1))
+        place = np.clip(place, COUNT + 1, COUNT + np.float32(2 * steps + 1))
+        codes = place.astype(np.uint32) - u4(COUNT)
+        return codes, np.where(step > 0, scale, 0).astype(np.uint16)
 
     def restore_m(self, codes: U32, scale: U16, v_codes: U32) -> F32:
         """Count the steps."""

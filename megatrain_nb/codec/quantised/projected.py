@@ -11,6 +11,8 @@ that fits them best is taken: the projection of the block on its codes. A projec
 never longer than what is projected, whatever the codes.
 
 A block that is an exact multiple of its codes is left as it is.
+
+Sizes are relative to the largest and counted as [Note: count] says.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
 from megatrain_nb.codec.quantised.blocks import (
+    COUNT,
     SMALLEST_SCALE,
     BlockCodec,
     bf16_down,
     from_bf16,
     largest,
-    m_noise,
+    m_dither,
 )
 
 if TYPE_CHECKING:
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
     from megatrain_nb.codec.base import F32
     from megatrain_nb.codec.quantised.blocks import U16, U32
 
-UNIT = 1 << 16
-"""Magnitudes are integers, 0 to this for the largest: sums in any order are equal."""
+UNIT = 1 << 15
+"""Sizes are added as integers, 0 to this for the largest: in any order alike."""
 SLACK = np.float32(1 + 2.0**-14)
 """Before rounding down to bf16: the integers' rounding must not cost one more."""
 
@@ -64,17 +67,16 @@ class Projected(BlockCodec):
         m = m * self._root(v_codes)
         top = largest(m)
         zero = top < SMALLEST_SCALE
-        unit = np.divide(np.float32(UNIT), top, where=~zero, out=np.zeros_like(top))
-        size = np.minimum(np.abs(m) * unit[:, None] + np.float32(0.5), UNIT)
-        size = size.astype(np.int32)
-        per_step, exact = self._per_step(size)
-        part = m_noise(noise).astype(np.float32) * np.float32(self.width / 256)
-        part += np.float32((1 - self.width) / 2 + self.width / 512)
-        part = np.where(exact[:, None], np.float32(0.5), part)
-        place = size.astype(np.float32) * per_step[:, None] + part
-        codes = np.minimum(place, np.float32(self.levels)).astype(np.int32)
+        unit = np.divide(np.float32(1), top, where=~zero, out=np.zeros_like(top))
+        size = np.minimum(np.abs(m) * unit[:, None] + COUNT, COUNT + 1)
+        count = (size.view(np.uint32) - COUNT.view(np.uint32)).astype(np.int32)
+        per_step, width, least = self._steps(count)
+        part = m_dither(noise) * width[:, None] + (least - COUNT * per_step)[:, None]
+        place = size * per_step[:, None] + part
+        place = np.minimum(place, COUNT + np.float32(self.levels))
+        codes = place.astype(np.int32) - int(COUNT)
         # Counted in UNITs: sum(c x) / sum(c c), all integers below 2**24.
-        along, square = (codes * size).sum(1), np.maximum((codes * codes).sum(1), 1)
+        along, square = (codes * count).sum(1), np.maximum((codes * codes).sum(1), 1)
         share = along.astype(np.float32) / (square * UNIT).astype(np.float32)
         scale = top * share * SLACK
         scale[zero | (scale < SMALLEST_SCALE)] = 0
@@ -87,15 +89,31 @@ class Projected(BlockCodec):
         level = codes.astype(np.float32) - np.float32(self.levels)
         return level * from_bf16(scale)[:, None] / self._root(v_codes)
 
-    def _per_step(self, size: NDArray[np.int32]) -> tuple[F32, NDArray[np.bool_]]:
-        """Return steps in one size unit, and which blocks are multiples already."""
-        mean = size.sum(axis=1).astype(np.float32) * np.float32(self.step / BLOCK)
-        least = np.float32(self.levels / UNIT)  # so that the largest has the last code
-        per_step = np.maximum(np.float32(1) / np.maximum(mean, np.float32(1)), least)
-        near = size * self.levels
+    def _steps(self, count: NDArray[np.int32]) -> tuple[F32, F32, F32]:
+        """Return for each block steps in a size, the dither's width, and its least.
+
+        The least is for what is counted from `COUNT`, as size and dither are.
+        """
+        mean = count.sum(axis=1).astype(np.float32) * np.float32(self.mean_step())
+        smallest = np.float32(self.mean_step())
+        levels = np.float32(self.levels)  # so that the largest has the last code
+        per_step = np.maximum(np.float32(1) / np.maximum(mean, smallest), levels)
+        near = count * self.levels
         far = np.abs(near - (near + UNIT // 2 & -UNIT)).max(axis=1)
-        exact = far <= self.levels
-        return np.where(exact, least, per_step), exact
+        exact = far <= self.levels  # a multiple of its codes already
+        return (
+            np.where(exact, levels, per_step),
+            np.where(exact, np.float32(0), np.float32(self.width)),
+            np.where(exact, COUNT + np.float32(0.5), np.float32(self.least())),
+        )
+
+    def mean_step(self) -> float:
+        """Return the step of a block whose sizes add up to one of `UNIT`."""
+        return self.step / (BLOCK * UNIT)
+
+    def least(self) -> float:
+        """Return what is added to a size of zero, counted from `COUNT`."""
+        return float(COUNT) * (1 - self.width) + (1 - self.width) / 2
 
     def _root(self, v_codes: U32) -> F32:
         """Return the power of two, 1 or more, that evens m out."""
