@@ -238,7 +238,10 @@ class Executor:
         except torch.OutOfMemoryError as error:
             problem = out_of_memory(error, block.name, self.device)
         finally:
-            self.gradients.close(grads, keep=early)
+            again = (
+                block.spec.index in self._ahead
+            )  # a block that is used several times
+            self.gradients.close(grads, keep=early or again)
             if self.device.in_place:
                 self._count(block, kind, start, self.not_computing() - before)
             else:
@@ -304,7 +307,7 @@ class Executor:
             self._actions = iter(())
         while (action := next(self._actions, None)) != wanted:
             if action is not None and action.kind is Kind.READ:
-                self._read(action.block)
+                self._read(action.block, kind)
             elif action is not None and action.kind is Kind.FREE:
                 self._free(action.block, wanted)
             else:  # the schedule is at its end, or another block came than it says
@@ -394,9 +397,11 @@ class Executor:
             self._order.append(action.block)
             del self._order[: -4 * len(self._learned) - 64]
 
-    def _read(self, block: int) -> None:
+    def _read(self, block: int, kind: Kind = Kind.FORWARD) -> None:
         self._ahead.append(block)
         self._read_packs(block)
+        if kind is Kind.BACKWARD:
+            self.gradients.read_ahead(self.layers.blocks[block])
 
     def _read_packs(self, block: int) -> None:
         for pack in self.layers.spec.blocks[block].packs:
