@@ -367,12 +367,11 @@ class Executor:
     def _plan(self, wanted: Action) -> Iterator[Action]:
         """Return the schedule from a block on that computes now."""
         self._ahead.clear()
-        if wanted.kind is Kind.FORWARD:
-            order, count = chain([wanted.block], self._forward_ahead()), NUM_FIRST
-        else:
-            # In a plain loop the last block does not turn while it is loaded, so it is the first of these.
-            order, count = iter([wanted.block, *self._predictor.to_come]), NUM_FIRST + 1
-        near = list(islice(order, count))
+        forward = wanted.kind is Kind.FORWARD
+        following = self._forward_ahead() if forward else self._predictor.to_come
+        order = chain([wanted.block], following)
+        # In a plain loop the last block does not turn while it is loaded, so it is the first one of backward.
+        near = list(islice(order, NUM_FIRST if forward else NUM_FIRST + 1))
         keep = self._packs_of([*near, *self._predictor.instead()])
         self._settle_unneeded(keep, stale=False)
         return self._schedule(chain(near, order), wanted.kind)

@@ -19,7 +19,9 @@ from tests.runtime.common import TinyLM, opened, plain_step, seeded, wrapped
 if TYPE_CHECKING:
     from pathlib import Path
 
-# Of all pieces and tiles that have to come from disk, so many were asked for before they were needed.
+    from megatrain_nb.runtime.layers import Block
+
+# So many of the uses of blocks were foreseen, at least.
 READ_AHEAD = {
     **dict.fromkeys(traces.PLAIN, 1.0),
     **dict.fromkeys(("evaluated", "trainer"), 0.97),
@@ -32,17 +34,34 @@ READ_AHEAD = {
 def test_what_is_needed_was_read_ahead(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the third step on; how long the disk takes nobody predicts here, so late counts as read ahead."""
+    """From the third step on: before a block is called, and before an update or a backward asks for more.
+
+    How long the disk takes nobody predicts here, so what is late was read ahead as well.
+    """
+    foreseen: list[bool] = []
     outcomes: Counter[str] = Counter()
     with traces.recorded() as found:
-        tell = Pager._tell_need
+        advance, tell = Executor._advance, Pager._tell_need
+
+        def advance_too(
+            self: Executor, block: Block, *args: Any, **kwargs: Any
+        ) -> None:
+            if found.count(None) >= 2:
+                pieces = [
+                    self.pager.piece(pack, What.WEIGHTS) for pack in block.spec.packs
+                ]
+                foreseen.append(all(piece.slab is not None for piece in pieces))
+            advance(self, block, *args, **kwargs)
 
         def tell_too(self: Pager, *args: Any) -> None:
             outcomes[args[-1]] += found.count(None) >= 2
             tell(self, *args)
 
+        monkeypatch.setattr(Executor, "_advance", advance_too)
         monkeypatch.setattr(Pager, "_tell_need", tell_too)
         traces.PROGRAMS[name](tmp_path)
+    assert len(foreseen) > 90
+    assert sum(foreseen) / len(foreseen) >= READ_AHEAD[name]
     assert outcomes.total() > 100
     assert 1 - outcomes[MISS] / outcomes.total() >= READ_AHEAD[name]
 
