@@ -196,7 +196,7 @@ class Predictor:
 
     Notes
     -----
-    The same uses give the same predictions, on every machine. A wrong prediction is nobody's harm but time's.
+    The same uses give the same predictions, on every machine.
 
     Examples
     --------
@@ -260,6 +260,7 @@ class Predictor:
                 still_open.pop()
             elif phase is Phase.FORWARD:
                 still_open.append(block)
+                del still_open[: -self._most_open]
             yield Use(block, phase)
             moment = self._history.follow(moment, use)
 

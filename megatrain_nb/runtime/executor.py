@@ -3,9 +3,9 @@
 [Note: who drives whom] The model drives: its forward calls block after block, and each call arrives
 here. The executor then carries out the schedule up to the entry that says "this block computes". If
 something else comes than was expected (`megatrain_nb.plan.predict`), the rest of the schedule is made
-anew from there; numbers never depend on the prediction.
-Backward is driven by a `Window` (layer-major, all micro-batches of a step), or by autograd in a plain loop (one micro-batch at a time); both end in the same two
-operations, `running` and `BlockCall.backward`.
+anew from there; numbers never depend on the prediction. Backward is driven by a `Window` (layer-major,
+all micro-batches of a step), or by autograd in a plain loop (one micro-batch at a time); both end in
+the same two operations, `running` and `BlockCall.backward`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.plan import replay
 # Every program, but for those whose order is a matter of chance.
 PLAIN = ("loop", "accumulated", "albert", "t5", "mixtral")
 EVALUATED = ("evaluated", "trainer")
-CHANCE = ("skips", "layerdrop", "dropped and evaluated")
+CHANCE = ("skips", "layerdrop", "dropped_evaluated")
 OTHERS = ("exits", "experts")
 
 uses = st.builds(Use, st.integers(0, 4), st.sampled_from(Phase))

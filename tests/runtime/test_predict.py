@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 READ_AHEAD = {
     **dict.fromkeys(traces.PLAIN, 1.0),
     **dict.fromkeys(("evaluated", "trainer"), 0.97),
-    **dict.fromkeys(("skips", "layerdrop", "dropped and evaluated"), 0.95),
+    **dict.fromkeys(("skips", "layerdrop", "dropped_evaluated"), 0.95),
     **dict.fromkeys(("exits", "experts"), 0.95),
 }
 
@@ -60,7 +60,7 @@ def test_what_is_needed_was_read_ahead(
         monkeypatch.setattr(Executor, "_advance", advance_too)
         monkeypatch.setattr(Pager, "_tell_need", tell_too)
         traces.PROGRAMS[name](tmp_path)
-    assert len(foreseen) > 90
+    assert len(foreseen) > 60
     assert sum(foreseen) / len(foreseen) >= READ_AHEAD[name]
     assert outcomes.total() > 100
     assert 1 - outcomes[MISS] / outcomes.total() >= READ_AHEAD[name]

@@ -159,7 +159,7 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
     "layerdrop": partial(
         loop, partial(_real, "opt", num_hidden_layers=10, layerdrop=0.2), steps=40
     ),
-    "dropped and evaluated": partial(
+    "dropped_evaluated": partial(
         loop, partial(_real, "opt", layerdrop=0.2), steps=40, every=5
     ),
     "albert": partial(loop, partial(_real, "albert"), steps=6),
