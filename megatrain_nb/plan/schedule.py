@@ -2,7 +2,7 @@
 
 An action prints as ``12:READ`` and parses back, so a schedule can be read, tested and compared as
 text. Which block comes next is known for a backward pass (the reverse of what ran) and predicted for
-a forward pass (what ran last time); a wrong prediction costs a replan, never a wrong number.
+a forward pass (`megatrain_nb.plan.predict`); a wrong prediction costs a replan, never a wrong number.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from megatrain_nb.plan.model import ModelSpec
 
@@ -66,18 +66,7 @@ def from_text(text: str) -> list[Action]:
 def make_schedule(
     spec: ModelSpec, order: Sequence[int], kind: Kind, *, depth: int = 1
 ) -> list[Action]:
-    """Return the actions that let the blocks of ``order`` compute one after the other.
-
-    Parameters
-    ----------
-    spec
-        The model.
-    order
-        Block indices in the order in which they compute.
-    kind
-        ``Kind.FORWARD`` or ``Kind.BACKWARD``.
-    depth
-        How many blocks of the largest size are read ahead of the one that computes.
+    """Return the actions that let the blocks of ``order`` compute one after the other: see `each_action`.
 
     Notes
     -----
@@ -95,53 +84,50 @@ def make_schedule(
     >>> to_text(make_schedule(spec, [0, 1, 2], Kind.FORWARD))
     '0:READ 1:READ 0:FORWARD 0:FREE 2:READ 1:FORWARD 1:FREE 2:FORWARD 2:FREE'
     """
-    actions: list[Action] = []
+    largest = max((spec.block_bytes(index) for index in order), default=0)
+    return list(each_action(spec, order, kind, depth=depth, largest_bytes=largest))
+
+
+def each_action(
+    spec: ModelSpec,
+    order: Iterable[int],
+    kind: Kind,
+    *,
+    largest_bytes: int,
+    depth: int = 1,
+) -> Iterator[Action]:
+    """Yield the actions that let the blocks of ``order`` compute one after the other; it may have no end.
+
+    Parameters
+    ----------
+    spec
+        The model.
+    order
+        Block indices in the order in which they compute.
+    kind
+        ``Kind.FORWARD`` or ``Kind.BACKWARD``.
+    largest_bytes
+        Bytes of the largest block.
+    depth
+        How many blocks of the largest size are read ahead of the one that computes.
+    """
     ahead: deque[int] = deque()
     upcoming = iter(order)
-
-    largest = max((spec.block_bytes(index) for index in order), default=0)
 
     def is_short() -> bool:
         """Whether what is ahead of the next block to compute is less than planned."""
         if len(ahead) <= depth:
             return True
-        return sum(map(spec.block_bytes, list(ahead)[1:])) < depth * largest
+        return sum(map(spec.block_bytes, list(ahead)[1:])) < depth * largest_bytes
 
     while True:
         while is_short() and (block := next(upcoming, None)) is not None:
             ahead.append(block)
-            actions.append(Action(block, Kind.READ))
+            yield Action(block, Kind.READ)
         if not ahead:
-            return actions
+            return
         block = ahead.popleft()
-        actions.append(Action(block, kind))
+        yield Action(block, kind)
         needed = {pack for later in ahead for pack in spec.blocks[later].packs}
         if not needed.issuperset(spec.blocks[block].packs):
-            actions.append(Action(block, Kind.FREE))
-
-
-def successors(learned: Sequence[int], block: int, after: int) -> list[int]:
-    """Return the blocks that followed ``block`` the last time, itself first.
-
-    Parameters
-    ----------
-    learned
-        The order of the last complete forward.
-    block
-        The block that computes now.
-    after
-        Position in ``learned`` that was reached; a later occurrence is preferred.
-
-    Examples
-    --------
-    >>> (
-    ...     successors([0, 1, 2, 3], 2, after=1),
-    ...     successors([0, 1, 2, 3], 0, after=3),
-    ...     successors([0], 7, after=0),
-    ... )
-    ([2, 3], [0, 1, 2, 3], [7])
-    """
-    for start in (after, 0):
-        if block in learned[start:]:
-            return list(learned[learned.index(block, start) :])
-    return [block]
+            yield Action(block, Kind.FREE)

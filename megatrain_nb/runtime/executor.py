@@ -2,25 +2,26 @@
 
 [Note: who drives whom] The model drives: its forward calls block after block, and each call arrives
 here. The executor then carries out the schedule up to the entry that says "this block computes". If
-another block comes than the schedule says, the rest of the schedule is made anew from there; numbers
-never depend on the prediction. Backward is driven by a `Window` (layer-major, all micro-batches of a
-step), or by autograd in a plain loop (one micro-batch at a time); both end in the same two
-operations, `running` and `BlockCall.backward`.
+something else comes than was expected (`megatrain_nb.plan.predict`), the rest of the schedule is made
+anew from there; numbers never depend on the prediction. Backward is driven by a `Window` (layer-major,
+all micro-batches of a step), or by autograd in a plain loop (one micro-batch at a time); both end in
+the same two operations, `running` and `BlockCall.backward`.
 """
 
 from __future__ import annotations
 
 import re
 import time
-from collections import deque
 from contextlib import contextmanager
+from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from megatrain_nb.errors import BudgetError, ModelError, SessionError, StoreError
-from megatrain_nb.plan.schedule import Action, Kind, make_schedule, successors
+from megatrain_nb.plan.predict import Phase, Predictor
+from megatrain_nb.plan.schedule import Action, Kind, each_action
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.plan.traffic import NUM_FIRST
 from megatrain_nb.runtime.autograd import through_autograd
@@ -38,13 +39,15 @@ from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from megatrain_nb.optim.adamw import Segment
+    from megatrain_nb.plan.predict import Use
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.gradients import Slots
     from megatrain_nb.runtime.layers import Block, Layers
     from megatrain_nb.runtime.pager import Pager
+    from megatrain_nb.runtime.piece import Piece
     from megatrain_nb.runtime.slots import Slot
     from megatrain_nb.runtime.update import Updates
     from megatrain_nb.runtime.window import Window
@@ -99,7 +102,7 @@ class Executor:
         self.stop = stop
         self._relieve = relieve
         self._on_span = on_span
-        self._actions: deque[Action] = deque()
+        self._actions: Iterator[Action] = iter(())
         self.stay: frozenset[int] = frozenset()
         self.gradients = Gradients(self, on_span)
         self._loaded: dict[int, Slot] = {}
@@ -108,7 +111,8 @@ class Executor:
         self._learned = [block.spec.index for block in layers.blocks]
         self._order: list[int] = []
         self._complete = False
-        self._trace: list[int] = []
+        self._predictor = Predictor(self._learned)
+        pager.needed_last = self._needed_last
 
     # -- calls of blocks ------------------------------------------------------------------------------
 
@@ -199,7 +203,7 @@ class Executor:
             yield from self._running(block, kind, turning=turning)
 
     def _running(self, block: Block, kind: Kind, *, turning: bool) -> Iterator[Bound]:
-        self._advance(block, kind)
+        self._advance(block, kind, turning=turning)
         with_grads = turning or kind is Kind.BACKWARD
         early = block.spec.index in self._first
         if early and kind is Kind.BACKWARD and self.window is not None:
@@ -234,7 +238,10 @@ class Executor:
         except torch.OutOfMemoryError as error:
             problem = out_of_memory(error, block.name, self.device)
         finally:
-            self.gradients.close(grads, keep=early)
+            again = (
+                block.spec.index in self._ahead
+            )  # a block that is used several times
+            self.gradients.close(grads, keep=early or again)
             if self.device.in_place:
                 self._count(block, kind, start, self.not_computing() - before)
             else:
@@ -290,26 +297,36 @@ class Executor:
 
     # -- the schedule -----------------------------------------------------------------------------------
 
-    def _advance(self, block: Block, kind: Kind) -> None:
+    def _advance(self, block: Block, kind: Kind, *, turning: bool) -> None:
         """Carry out the schedule up to and including the entry that lets ``block`` compute."""
         if self.stop.is_set():
             self.stop.clear()
             raise KeyboardInterrupt
         wanted = Action(block.spec.index, kind)
-        while True:
-            action = self._actions.popleft() if self._actions else None
-            if action == wanted:
-                break
+        if not self._predictor.note(wanted.block, self._phase(kind, turning=turning)):
+            self._actions = iter(())
+        while (action := next(self._actions, None)) != wanted:
             if action is not None and action.kind is Kind.READ:
-                self._read(action.block)
+                self._read(action.block, kind)
             elif action is not None and action.kind is Kind.FREE:
                 self._free(action.block, wanted)
             else:  # the schedule is at its end, or another block came than it says
-                self._actions = deque(self._plan(wanted))
+                self._actions = self._plan(wanted)
         self._note(wanted)
         for pack in block.spec.packs:
             if pack not in self._loaded:
                 self._onload(pack, block)
+        for other in self._predictor.instead():
+            self._read_packs(other)
+
+    def _phase(self, kind: Kind, *, turning: bool) -> Phase:
+        """Return what a block is used for that computes now."""
+        if turning:
+            return Phase.TURN
+        if kind is Kind.BACKWARD:
+            return Phase.BACKWARD
+        recorded = self.window is not None or torch.is_grad_enabled()
+        return Phase.FORWARD if recorded else Phase.EVALUATE
 
     def _onload(self, pack: int, block: Block) -> None:
         host = self.pager.need(pack, What.WEIGHTS)
@@ -347,37 +364,43 @@ class Executor:
             if pack not in block.spec.packs:
                 self._unload(pack, keep=True)
 
-    def _plan(self, wanted: Action) -> list[Action]:
-        spec = self.layers.spec
+    def _plan(self, wanted: Action) -> Iterator[Action]:
+        """Return the schedule from a block on that computes now."""
         self._ahead.clear()
-        if wanted.kind is Kind.FORWARD:
-            order = successors(self._learned, wanted.block, len(self._order))
-        else:
-            seen = [*reversed(self._trace)]
-            order = (
-                seen[seen.index(wanted.block) :]
-                if wanted.block in seen
-                else [wanted.block]
-            )
-        self._settle_unneeded(self._packs_of(order[:NUM_FIRST]), stale=False)
-        return make_schedule(spec, order, wanted.kind)
+        forward = wanted.kind is Kind.FORWARD
+        following = self._forward_ahead() if forward else self._predictor.to_come
+        order = chain([wanted.block], following)
+        # In a plain loop the last block does not turn while it is loaded, so it is the first one of backward.
+        near = list(islice(order, NUM_FIRST if forward else NUM_FIRST + 1))
+        keep = self._packs_of([*near, *self._predictor.instead()])
+        self._settle_unneeded(keep, stale=False)
+        return self._schedule(chain(near, order), wanted.kind)
+
+    def _schedule(self, order: Iterable[int], kind: Kind) -> Iterator[Action]:
+        spec = self.layers.spec
+        largest = max(map(spec.block_bytes, self._learned), default=0)
+        return each_action(spec, order, kind, largest_bytes=largest)
+
+    def _forward_ahead(self) -> Iterator[int]:
+        """Return the blocks that are expected to compute before a backward comes; it may have no end."""
+        ahead = takewhile(
+            lambda use: use.phase is not Phase.BACKWARD, self._predictor.ahead()
+        )
+        return (use.block for use in ahead)
 
     def _note(self, action: Action) -> None:
-        """Remember what ran: forwards predict the next forward and, reversed, their backward."""
+        """Remember in which order the forward passes the blocks."""
         if action.block in self._ahead:
             self._ahead.remove(action.block)
         if action.kind is Kind.FORWARD:
             self._order.append(action.block)
             del self._order[: -4 * len(self._learned) - 64]
-            self._trace.append(action.block)
-            del self._trace[: -4 * len(self._learned) - 64]
-        elif action.block in self._trace:
-            last = len(self._trace) - 1 - self._trace[::-1].index(action.block)
-            del self._trace[last:]
 
-    def _read(self, block: int) -> None:
+    def _read(self, block: int, kind: Kind = Kind.FORWARD) -> None:
         self._ahead.append(block)
         self._read_packs(block)
+        if kind is Kind.BACKWARD:
+            self.gradients.read_ahead(self.layers.blocks[block])
 
     def _read_packs(self, block: int) -> None:
         for pack in self.layers.spec.blocks[block].packs:
@@ -427,23 +450,27 @@ class Executor:
 
     def rest(self) -> None:
         """Let every block's weights go where the plan wants them; the schedule starts anew."""
-        self._actions.clear()
+        self._actions = iter(())
         self._ahead.clear()
         self.updates.rest()
         self._settle_unneeded(())
 
     def turn_over(self) -> None:
         """After a step's backward: what the next forward begins with stays or is read, the rest goes."""
-        order = self._expected()
-        keep = self._first_packs()
+        order = self._forward_ahead()
+        near = list(islice(order, NUM_FIRST)) or self._first
+        keep = self._packs_of(near)
         self._ahead.clear()
         for pack in keep:
             if pack in self._loaded:
                 self._unload(pack, keep=True)  # a device's copy of it is old now
         self._settle_unneeded(keep)
-        self._actions = deque(make_schedule(self.layers.spec, order, Kind.FORWARD))
-        while self._actions and self._actions[0].kind is Kind.READ:
-            self._read(self._actions.popleft().block)
+        self._actions = self._schedule(chain(near, order), Kind.FORWARD)
+        for action in self._actions:
+            if action.kind is not Kind.READ:
+                self._actions = chain([action], self._actions)
+                break
+            self._read(action.block)
 
     def begin_update(
         self, segments: dict[int, list[Segment]], *, grad_scale: float
@@ -469,11 +496,38 @@ class Executor:
         """Return the packs that the pass after this one begins with: they stay while there is room."""
         if kind is Kind.BACKWARD:
             return self._first_packs()
-        if self.window is None:  # who knows what comes
-            return ()
-        return self._packs_of(self._learned[-1 - NUM_FIRST : -1])
+        if self.window is not None:
+            return self._packs_of(self._learned[-1 - NUM_FIRST : -1])
+        near = islice(self._predictor.ahead(), 2 * NUM_FIRST)
+        return self._packs_of(use.block for use in near if use.phase is Phase.BACKWARD)
 
-    def _packs_of(self, blocks: list[int]) -> tuple[int, ...]:
+    def _needed_last(self, pieces: list[Piece]) -> Piece:
+        """Return the piece that will be needed last, as far as can be foreseen."""
+        left = dict.fromkeys(pieces)
+        now = self._predictor.now
+        for use in chain(
+            [] if now is None else [now],
+            islice(self._predictor.ahead(), 2 * len(self._learned)),
+        ):
+            for piece in [each for each in left if self._needs(use, each)]:
+                del left[piece]
+                if not left:
+                    return piece
+        # None of these is foreseen. What changed has to be written at some time anyway.
+        return min(left, key=lambda piece: not piece.dirty)
+
+    def _needs(self, use: Use, piece: Piece) -> bool:
+        """Whether a use of a block needs a piece: gradients not for a forward, unless an update is due."""
+        pack = piece.pack.index
+        if pack not in self.layers.spec.blocks[use.block].packs:
+            return False
+        return (
+            piece.what is not What.GRADS
+            or use.phase in (Phase.BACKWARD, Phase.TURN)
+            or pack in self.updates
+        )
+
+    def _packs_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
         return tuple(
             p for block in blocks for p in self.layers.spec.blocks[block].packs
         )
@@ -523,7 +577,7 @@ class Executor:
         """After an error or interrupt: nothing stays loaded, and nothing is expected."""
         self.window = self.inside = None
         self._order.clear()
-        self._trace.clear()
+        self._predictor.forget_open()
         self.let_go()
         self.pager.reset()
         self.rest()

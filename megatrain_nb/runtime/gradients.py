@@ -45,12 +45,9 @@ class Gradients:
 
     def open(self, block: Block) -> Slots:
         """Return memory for the gradients of each pack in which a parameter of a block wants one."""
-        executor = self._executor
-        homes, pager = executor.layers.homes, executor.pager
-        params = (site.param for site in block.sites if site.param.requires_grad)
-        packs = dict.fromkeys(homes[param].pack.index for param in params)
-        # A parameter without a norm has no gradient: nobody looks at the bytes there.
-        blank = packs.keys() - {homes[param].pack.index for param in executor.norms}
+        executor, pager = self._executor, self._executor.pager
+        packs = self._packs_of(block)
+        blank = packs.keys() - self._pending()
         found = pager.need_all(((pack, What.GRADS) for pack in packs), blank=blank)
         opened: Slots = {}
         try:
@@ -67,6 +64,22 @@ class Gradients:
                 pager.drop(pack, What.GRADS)
             raise
         return opened
+
+    def read_ahead(self, block: Block) -> None:
+        """Start to read what an earlier micro-batch has left of a block's gradients, as far as there is room."""
+        for pack in self._packs_of(block).keys() & self._pending():
+            self._executor.pager.fetch(pack, What.GRADS)
+
+    def _packs_of(self, block: Block) -> dict[int, None]:
+        """Return the packs in which a parameter of a block wants a gradient."""
+        homes = self._executor.layers.homes
+        params = (site.param for site in block.sites if site.param.requires_grad)
+        return dict.fromkeys(homes[param].pack.index for param in params)
+
+    def _pending(self) -> set[int]:
+        """Return the packs that have a gradient: where no parameter has a norm, nobody looks at the bytes."""
+        executor = self._executor
+        return {executor.layers.homes[param].pack.index for param in executor.norms}
 
     def close(self, slots: Slots, *, keep: bool = False) -> None:
         """End the use of what `open` returned; with ``keep`` the next forward begins with it."""

@@ -70,6 +70,11 @@ class _Landing:
                 self.done.set_result(None)
 
 
+def _changed_first(pieces: list[Piece]) -> Piece:
+    """Return a piece that has to be written at some time anyway, if there is one."""
+    return min(pieces, key=lambda piece: not piece.dirty)
+
+
 class Pager:
     """Moves pieces between RAM and disk within the pool's budget.
 
@@ -85,6 +90,8 @@ class Pager:
         Gives back some memory that was read ahead; False if there is none.
     is_due
         Whether a pack's update is due: then its gradient can no longer be dropped.
+    needed_last
+        Which of several pieces will be needed last.
     prefix
         What its keys in the store begin with.
     wait_seconds
@@ -125,6 +132,7 @@ class Pager:
         self._leaving: dict[Piece, None] = {}
         self.give_way: Callable[[], bool] = lambda: False
         self.is_due: Callable[[int], bool] = lambda _: False
+        self.needed_last: Callable[[list[Piece]], Piece] = _changed_first
 
     def piece(self, pack: int, what: What) -> Piece:
         """Return the record of one piece."""
@@ -630,8 +638,7 @@ class Pager:
             if piece.slab is not None and not (piece.users or piece.resident)
         ]
         if unused:
-            # First one that must be written: it is needed later than one just read.
-            piece = min(unused, key=lambda piece: not piece.dirty)
+            piece = self.needed_last(unused)
             self._end_lease(piece)
             self.settle(piece)
             return True

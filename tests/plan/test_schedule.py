@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,14 +13,14 @@ from megatrain_nb.plan.model import BlockSpec, ModelSpec, pack_params
 from megatrain_nb.plan.schedule import (
     Action,
     Kind,
+    each_action,
     from_text,
     make_schedule,
-    successors,
     to_text,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 def make_spec(packs_of_blocks: Sequence[Sequence[int]]) -> ModelSpec:
@@ -131,13 +132,19 @@ def test_tied_and_repeated_blocks() -> None:
     assert make_schedule(tied, [], Kind.FORWARD) == []
 
 
-@given(st.lists(st.integers(0, 4), max_size=8), st.integers(0, 4), st.integers(0, 9))
-def test_successors_start_with_the_block(
-    learned: list[int], block: int, after: int
-) -> None:
-    found = successors(learned, block, after)
-    assert found[0] == block
-    if block in learned:
-        assert learned[len(learned) - len(found) :] == found
-    else:
-        assert found == [block]
+def test_an_order_without_end() -> None:
+    """What is read ahead is asked for only when it is read."""
+    spec = make_spec([[0], [1], [2]])
+    asked: list[int] = []
+
+    def order() -> Iterator[int]:
+        for block in cycle(range(3)):
+            asked.append(block)
+            yield block
+
+    largest = spec.block_bytes(0)
+    found = each_action(spec, order(), Kind.FORWARD, largest_bytes=largest)
+    assert to_text(islice(found, 9)) == (
+        "0:READ 1:READ 0:FORWARD 0:FREE 2:READ 1:FORWARD 1:FREE 0:READ 2:FORWARD"
+    )
+    assert asked == [0, 1, 2, 0]
