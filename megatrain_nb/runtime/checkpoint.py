@@ -286,6 +286,7 @@ class Checkpoints:
             for model in models:
                 model.finish_updates()
                 model.executor.drop_gradients()
+                model.executor.tail.leave_all()
                 model.forget_step()
                 model.executor.weights_change()
             try:

@@ -28,7 +28,7 @@ class Gradients:
     """The gradients of the block that computes.
 
     They add up in fp32 over a window, on a CPU in the very bytes that the optimizer will read, on another device in
-    memory of its own, from where they leave in one piece when the block is done.
+    memory of its own, from where they leave in one piece when the block is done, unless the pack lives there.
     """
 
     def __init__(self, executor: Executor, on_span: Callable[[Span], None]) -> None:
@@ -43,8 +43,9 @@ class Gradients:
         packs = dict.fromkeys(homes[param].pack.index for param in params)
         # A parameter without a norm has no gradient: nobody looks at the bytes there.
         blank = packs.keys() - {homes[param].pack.index for param in executor.norms}
-        found = pager.need_all(((pack, What.GRADS) for pack in packs), blank=blank)
-        opened: Slots = {}
+        opened: Slots = executor.tail.gradients(packs, blank=blank)
+        away = [pack for pack in packs if pack not in opened]
+        found = pager.need_all(((pack, What.GRADS) for pack in away), blank=blank)
         try:
             for (pack, _), values in found.items():
                 executor.make_device_room(len(values), torch.float32, block)
@@ -63,6 +64,8 @@ class Gradients:
     def close(self, slots: Slots, *, keep: bool = False) -> None:
         """End the use of what `open` returned; with ``keep`` the next forward begins with it."""
         for pack, slot in slots.items():
+            if pack in self._executor.tail:
+                continue
             self._executor.device.close_gradient(slot)
             self._executor.pager.drop(pack, What.GRADS, dirty=True, keep=keep)
 
@@ -124,6 +127,9 @@ class Gradients:
             executor.norms[param] = torch.linalg.vector_norm(pending)
             packs.add(home.pack.index)
         for pack in sorted(packs):
+            if pack in executor.tail:
+                executor.tail.took(pack)
+                continue
             piece = executor.pager.piece(pack, What.GRADS)
             host = piece.values()
             leaving = executor.device.save_gradient(

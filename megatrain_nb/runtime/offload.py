@@ -333,6 +333,7 @@ class OffloadedModel:
                 format_bytes(self._reserved),
                 format_bytes(max(room, 0)),
             )
+        self._plan_device()
         residency = self._residency(spec, limit_bytes)
         before = self.residency
         if not (residency.states <= before.states and residency.grads <= before.grads):
@@ -344,11 +345,14 @@ class OffloadedModel:
         if not self.share.holds_activations:
             keepable = residency.keep_bytes - self._keep_beside
             self.executor.keeping.limit_bytes = max(keepable, 0)
-        self._plan_device()
 
     def _plan_device(self) -> None:
-        others = (model.executor for model in self.session.models if model is not self)
-        self.share.plan(self._keep_allowed(), others)
+        models = self.session.models
+        self.share.plan(
+            self._keep_allowed(),
+            [model.executor for model in models if model is not self],
+            max_tail_bytes=self.session.max_tail_bytes,
+        )
 
     def check_plan(self, spec: ModelSpec) -> None:
         """Raise BudgetError if the model would not fit with these packs."""
@@ -365,6 +369,7 @@ class OffloadedModel:
             resident_bytes=self.session.max_resident_bytes,
             packing_bytes=self.session.packing_share_bytes(),
             tile_numel=self.pager.tile_numel,
+            elsewhere=frozenset(self.executor.tail),
         )
         self._check_disk(spec, residency)
         return residency
@@ -456,6 +461,7 @@ class OffloadedModel:
     def reset_optimizer(self) -> None:
         """Forget moments and step counts: a new optimizer starts from zero."""
         self.finish_updates()
+        self.executor.tail.leave_all()
         self.updates.rest()
         self.steps.clear()
         self.moments.clear()
@@ -479,6 +485,7 @@ class OffloadedModel:
         """Do all that is due, and return when it is on the disk."""
         with interrupts_wait(self.executor.stop, breakable=False):
             self.pay_updates()
+            self.executor.tail.show_all()
             self.pager.barrier()
 
     @property
@@ -541,7 +548,10 @@ class OffloadedModel:
     def layout(self) -> Layout:
         """Return the model's blocks, and what of them stays in RAM."""
         spec = self.layers.spec
-        traffic = step_traffic(spec, self.residency, self.executor.expected_order())
+        executor = self.executor
+        traffic = step_traffic(
+            spec, self.residency, executor.expected_order(), stay=executor.stay
+        )
         return make_layout(
             spec,
             self.pager.layout(),
@@ -592,6 +602,8 @@ class OffloadedModel:
             self.share.learn(least)
         self.learn()
         self._plan_device()
+        if self.residency.elsewhere != frozenset(self.executor.tail):
+            self.session.plan()
 
     def _learning_rate(self) -> float:
         if self.optimizer is None:
