@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from megatrain_nb.optim.gradient import accumulate
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.chunks import HOME
 from megatrain_nb.runtime.layers import part_of
@@ -102,10 +103,8 @@ class Gradients:
             grad, tensor.grad = tensor.grad, None
             if grad is None:
                 return
-            if param in bound.sums:
-                total.add_(grad)
-            else:
-                bound.sums[param] = total.copy_(grad)
+            add(total, grad, first=param not in bound.sums)
+            bound.sums[param] = total
 
         bound.landed[param] = landed
         bound.plain[param].register_post_accumulate_grad_hook(landed)
@@ -148,3 +147,18 @@ class Gradients:
                     num_bytes=num_bytes,
                 )
             )
+
+
+def add(total: Tensor, grad: Tensor, *, first: bool) -> None:
+    """Add a gradient to a contiguous fp32 sum of its shape, or begin the sum with it."""
+    if (
+        grad.device.type == "cpu"
+        and grad.dtype == torch.bfloat16
+        and grad.is_contiguous()
+    ):
+        bits = grad.detach().view(torch.uint16).view(-1)
+        accumulate(total.view(-1).numpy(), bits.numpy(), first=first)
+    elif first:
+        total.copy_(grad)
+    else:
+        total.add_(grad)

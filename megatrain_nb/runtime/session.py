@@ -18,7 +18,7 @@ from megatrain_nb.codec.choice import Compression, parse_compression
 from megatrain_nb.codec.lossless import chunks
 from megatrain_nb.codec.names import LOSSLESS
 from megatrain_nb.errors import ArgumentError, SessionError
-from megatrain_nb.optim import encoded
+from megatrain_nb.optim import encoded, gradient
 from megatrain_nb.optim.adamw import UpdateThreads, warm_up
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
@@ -762,6 +762,7 @@ def load_code(compression: Compression | None = None, *, packing: bool = False) 
     warm_up()
     warm_up(split=True)
     split.warm_up()
+    gradient.warm_up()
     for codec in () if compression is None else compression.codecs():
         encoded.warm_up(codec)
         encoded.warm_up(codec, split=True)
