@@ -119,10 +119,11 @@ class Tail:
             device = self._device
             held, name = self._held[pack], pager.packs[pack].name
             written = (self._executor.slot(pack), held.exp_avg, held.exp_avg_sq)
-            flats = [device.ready(slot) for slot in (*written, held.grads)]
+            param, *moments = (device.ready(slot) for slot in written)
+            grad = device.ready(held.grads)
             moment = device.begin()
             try:
-                adamw_on_device(*flats, parts, grad_scale=grad_scale)
+                adamw_on_device(param, moments, grad, parts, grad_scale=grad_scale)
             except BaseException as error:
                 pager.broken = (
                     f"the update of {name} failed half-way ({type(error).__name__}: {error}), so the model must not be "
@@ -277,8 +278,7 @@ class Tail:
 @torch.no_grad()
 def adamw_on_device(
     param: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+    moments: Sequence[Tensor],
     grad: Tensor,
     segments: Sequence[Segment],
     *,
@@ -291,7 +291,9 @@ def adamw_on_device(
 
     Parameters
     ----------
-    param, exp_avg, exp_avg_sq : float32, shape (N,)
+    param : float32, shape (N,)
+        Overwritten.
+    moments : float32, shape (N,), two
         Overwritten.
     grad : float32, shape (N,)
         Only read.
@@ -300,6 +302,7 @@ def adamw_on_device(
     grad_scale
         Factor on every gradient: the clip coefficient, 1.0 for none.
     """
+    exp_avg, exp_avg_sq = moments
     largest = max((segment.stop - segment.start for segment in segments), default=0)
     scratch = grad.new_empty(min(largest, CHUNK) if grad_scale != 1.0 else 0)
     for segment in segments:

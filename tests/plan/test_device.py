@@ -48,10 +48,11 @@ def test_weights_come_first_and_then_the_tail() -> None:
 
 def test_the_tail_first_where_disk_or_update_bind() -> None:
     made = plan(9 * PACK, tail_first=True, wanted_keep_bytes=PACK)
-    assert (made.tail, made.stay) == ({4, 5}, {4, 5})  # four each, the rest is kept
+    assert made.tail == made.stay == {4, 5}  # four each, the rest is kept
     assert made.keep_bytes == PACK
     made = plan(9 * PACK, tail_first=True, keep_first=False)
-    assert (made.tail, made.stay) == ({4, 5}, {3, 4, 5})
+    assert made.tail == {4, 5}
+    assert made.stay == {3, 4, 5}
 
 
 def test_activations_come_before_the_tail_as_long_as_the_tail_is_last() -> None:

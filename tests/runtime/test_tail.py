@@ -146,11 +146,12 @@ def test_the_formula_on_a_cpu_is_the_kernel_s(
         if stop > start
     ]
     tensors = [torch.from_numpy(x.copy()) for x in (*state, grad)]
+    param, *moments, gradient = tensors
     with UpdateThreads(1) as threads:
         update(*state, grad, segments, grad_scale=scale, threads=threads)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tail_module, "CHUNK", chunk)
-        adamw_on_device(*tensors, segments, grad_scale=scale)
+        adamw_on_device(param, moments, gradient, segments, grad_scale=scale)
     for mine, theirs in zip(tensors, (*state, grad), strict=True):
         np.testing.assert_array_equal(mine.numpy(), theirs)
 
@@ -202,7 +203,7 @@ def test_frozen_parameters_groups_and_rates(tmp_path: Path, window: bool) -> Non
     def run(device: SlotDevice | None) -> dict[str, torch.Tensor]:
         mine = copy.deepcopy(model)
         trainable = [p for p in mine.parameters() if p.requires_grad]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in trainable if p.dim() > 1], "weight_decay": 0.3},
             {"params": [p for p in trainable if p.dim() == 1], "betas": (0.5, 0.9)},
         ]
