@@ -201,15 +201,15 @@ class SlotDevice:
 
     # -- what lives there -------------------------------------------------------------------------------
 
-    def hold(self, numel: int) -> Slot:
-        """Return float32 memory for gradients or a moment; `close_gradient` gives it back.
+    def hold(self, numel: int, dtype: torch.dtype = torch.float32) -> Slot:
+        """Return memory for what only the update uses, or for gradients; `close_gradient` gives it back.
 
         Raises
         ------
         BudgetError
             The slots would exceed ``max_vram_gb``.
         """
-        return self._take(numel, torch.float32)
+        return self._take(numel, dtype)
 
     def fill(self, slot: Slot, host: Values, *, name: str = "") -> Work:
         """Begin to copy a piece into a slot; the host memory must not change until that is over."""

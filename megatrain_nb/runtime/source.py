@@ -196,6 +196,9 @@ class MasterSource(_PackSource):
     @contextmanager
     def _opened(self, *, write: bool) -> Iterator[Tensor]:
         offloaded, pack = self._offloaded, self._home.pack
+        offloaded.executor.tail.show(pack.index, *master_of(pack))
+        if write:
+            offloaded.executor.tail.leave(pack.index)
         offloaded.finish_update(pack.index)
         if write:
             offloaded.executor.weights_change()

@@ -1,4 +1,4 @@
-"""Packs of which everything lives on the device: weights, gradients and moments. AdamW runs there.
+"""Packs of which everything lives on the device: weights, gradients, moments, lower halves. AdamW runs there.
 
 [Note: the tail] Where a device has room beside what streams, the plan gives whole packs to it, from the model's end
 on. A pack *joins* when its block is about to compute gradients: its weights are there already, its moments are
@@ -10,7 +10,6 @@ pack goes on living there. Who writes lets it `leave`: then RAM and disk have it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,8 +19,9 @@ from torch.optim.adamw import adamw
 
 from megatrain_nb.errors import BudgetError, ModelError
 from megatrain_nb.optim.adamw import cut
+from megatrain_nb.runtime.halves import join_halves, split_halves
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.piece import MOMENTS, What
+from megatrain_nb.runtime.piece import MOMENTS, What, states_of
 from megatrain_nb.runtime.slots import SlotDevice
 
 if TYPE_CHECKING:
@@ -32,19 +32,9 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.piece import Piece
     from megatrain_nb.runtime.slots import Slot
 
-# Elements that are clipped at once: a multiple of 8 (see `Segment`), 64 MiB beside what lives on the device.
+# Elements that are clipped at once: a multiple of 8 (see `Segment`), 64 MiB beside what lives on the device. Of a split
+# pack a quarter, since its numbers are joined and split in several arrays.
 CHUNK = 16 << 20
-
-_KINDS = (What.WEIGHTS, What.GRADS, *MOMENTS)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """What of a pack is in slots beside its weights, which are where those of every loaded pack are."""
-
-    grads: Slot
-    exp_avg: Slot
-    exp_avg_sq: Slot
 
 
 class Tail:
@@ -59,7 +49,8 @@ class Tail:
     def __init__(self, executor: Executor) -> None:
         self.planned: frozenset[int] = frozenset()
         self._executor = executor
-        self._held: dict[int, _Held] = {}
+        # By kind; the weights are where those of every loaded pack are.
+        self._held: dict[int, dict[What, Slot]] = {}
 
     def __contains__(self, pack: object) -> bool:
         return pack in self._held
@@ -72,11 +63,9 @@ class Tail:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of gradients and moments there."""
+        """Bytes there, without weights."""
         return sum(
-            slot.flat.nbytes
-            for held in self._held.values()
-            for slot in (held.grads, held.exp_avg, held.exp_avg_sq)
+            slot.flat.nbytes for held in self._held.values() for slot in held.values()
         )
 
     def plan(self, packs: frozenset[int]) -> None:
@@ -97,7 +86,7 @@ class Tail:
             if pack in self.planned and pack in blank and pack not in self:
                 self._join(pack)
             if pack in self:
-                found[pack] = self._held[pack].grads
+                found[pack] = self._held[pack][What.GRADS]
                 self._device.ready(found[pack])
                 self._piece(pack, What.GRADS).old = True
         return found
@@ -117,13 +106,18 @@ class Tail:
         pager = self._executor.pager
         for pack, parts in segments.items():
             device = self._device
-            held, name = self._held[pack], pager.packs[pack].name
-            written = (self._executor.slot(pack), held.exp_avg, held.exp_avg_sq)
-            param, *moments = (device.ready(slot) for slot in written)
-            grad = device.ready(held.grads)
+            name, slots = pager.packs[pack].name, self._slots(pack)
+            flats = {what: device.ready(slot) for what, slot in slots.items()}
             moment = device.begin()
             try:
-                adamw_on_device(param, moments, grad, parts, grad_scale=grad_scale)
+                adamw_on_device(
+                    flats[What.WEIGHTS],
+                    [flats[what] for what in MOMENTS],
+                    flats[What.GRADS],
+                    parts,
+                    grad_scale=grad_scale,
+                    low=flats.get(What.LOW),
+                )
             except BaseException as error:
                 pager.broken = (
                     f"the update of {name} failed half-way ({type(error).__name__}: {error}), so the model must not be "
@@ -132,21 +126,21 @@ class Tail:
                 raise
             device.since(moment)
             device.since(moment, "STEP", f"{name}.0")
-            for slot in written:
+            del slots[What.GRADS]
+            for what, slot in slots.items():
                 device.wrote(slot)
-            for what in (What.WEIGHTS, *MOMENTS):
                 piece = self._piece(pack, what)
                 piece.old, piece.dirty = True, False
 
     def took(self, pack: int) -> None:
         """Note that a block's gradients were added up."""
-        self._device.wrote(self._held[pack].grads)
+        self._device.wrote(self._held[pack][What.GRADS])
 
     def forget_gradients(self) -> None:
         """Let all gradients there be zero."""
         for held in self._held.values():
-            self._device.ready(held.grads).zero_()
-            self._device.wrote(held.grads)
+            self._device.ready(held[What.GRADS]).zero_()
+            self._device.wrote(held[What.GRADS])
 
     def show(self, pack: int, *kinds: What) -> None:
         """Let RAM and disk have the last version of a pack that lives there; without ``kinds`` of all of it.
@@ -158,14 +152,9 @@ class Tail:
         """
         if pack not in self:
             return
-        held = self._held[pack]
-        slots = {
-            What.WEIGHTS: self._executor.slot(pack),
-            What.EXP_AVG: held.exp_avg,
-            What.EXP_AVG_SQ: held.exp_avg_sq,
-        }
-        if self._is_pending(pack):
-            slots[What.GRADS] = held.grads
+        slots = self._slots(pack)
+        if not self._is_pending(pack):
+            del slots[What.GRADS]
         with interrupts_wait(self._executor.stop, breakable=False):
             for what, slot in slots.items():
                 if self._piece(pack, what).old and (not kinds or what in kinds):
@@ -196,7 +185,7 @@ class Tail:
             self.show(pack)
             self._give_back(pack)
             self._executor.unload(pack)
-            for what in _KINDS:
+            for what in self._kinds(pack):
                 piece = self._piece(pack, what)
                 piece.on_device = piece.old = False
 
@@ -218,6 +207,12 @@ class Tail:
         assert isinstance(device, SlotDevice)
         return device
 
+    def _kinds(self, pack: int) -> tuple[What, ...]:
+        return (What.WEIGHTS, What.GRADS, *states_of(self._executor.pager.packs[pack]))
+
+    def _slots(self, pack: int) -> dict[What, Slot]:
+        return {What.WEIGHTS: self._executor.slot(pack), **self._held[pack]}
+
     def _piece(self, pack: int, what: What) -> Piece:
         return self._executor.pager.piece(pack, what)
 
@@ -226,30 +221,34 @@ class Tail:
         return any(homes[p].pack.index == pack for p in self._executor.norms)
 
     def _join(self, pack: int) -> None:
-        """Bring the moments of a loaded pack; where there is no room after all, things are as before."""
+        """Bring moments and lower halves of a loaded pack; where there is no room after all, things are as before."""
         device, pager = self._device, self._executor.pager
         spec = pager.packs[pack]
-        if spec.split or spec.encoded:
+        if spec.encoded:
             return
         self._executor.updates.settle(pack)
-        slots: list[Slot] = []
+        slots: dict[What, Slot] = {}
         try:
-            while len(slots) < 1 + len(MOMENTS):
-                slots.append(device.hold(spec.numel))
-            for what, slot in zip(MOMENTS, slots[1:], strict=True):
+            for what in (What.GRADS, *states_of(spec)):
+                half = what is What.LOW
+                slots[what] = device.hold(
+                    spec.numel, torch.bfloat16 if half else torch.float32
+                )
+            for what in states_of(spec):
                 host = pager.need(pack, what, foreseen=False)
                 try:
-                    pager.lend(pack, what, device.fill(slot, host, name=spec.name))
+                    copying = device.fill(slots[what], host, name=spec.name)
+                    pager.lend(pack, what, copying)
                 finally:
                     pager.drop(pack, what)
         except BaseException as error:
-            for slot in slots:
+            for slot in slots.values():
                 self._give(slot)
             if isinstance(error, BudgetError):
                 return
             raise
-        self._held[pack] = _Held(*slots)
-        for what in _KINDS:
+        self._held[pack] = slots
+        for what in self._kinds(pack):
             self._piece(pack, what).on_device = True
 
     def _copy_out(self, pack: int, what: What, slot: Slot) -> None:
@@ -266,8 +265,7 @@ class Tail:
         device.ready(slot)  # what computes from now on may write there
 
     def _give_back(self, pack: int) -> None:
-        held = self._held.pop(pack)
-        for slot in (held.grads, held.exp_avg, held.exp_avg_sq):
+        for slot in self._held.pop(pack).values():
             self._give(slot)
 
     def _give(self, slot: Slot) -> None:
@@ -283,6 +281,7 @@ def adamw_on_device(
     segments: Sequence[Segment],
     *,
     grad_scale: float,
+    low: Tensor | None = None,
 ) -> None:
     """Apply AdamW or Adam to every segment, in place, with torch's fused kernels.
 
@@ -291,7 +290,7 @@ def adamw_on_device(
 
     Parameters
     ----------
-    param : float32, shape (N,)
+    param : float32, shape (N,), or bfloat16 with ``low``
         Overwritten.
     moments : float32, shape (N,), two
         Overwritten.
@@ -301,21 +300,25 @@ def adamw_on_device(
         The parameters.
     grad_scale
         Factor on every gradient: the clip coefficient, 1.0 for none.
+    low : bfloat16, shape (N,)
+        The bits of the lower halves of numbers whose upper halves ``param`` holds; overwritten.
     """
     exp_avg, exp_avg_sq = moments
+    chunk = CHUNK if low is None else max(8, CHUNK // 4)
     largest = max((segment.stop - segment.start for segment in segments), default=0)
-    scratch = grad.new_empty(min(largest, CHUNK) if grad_scale != 1.0 else 0)
+    scratch = grad.new_empty(min(largest, chunk) if grad_scale != 1.0 else 0)
     for segment in segments:
         config = segment.config
         formula = adamw if config.decoupled else adam
-        for part in cut(segment.start, segment.stop, CHUNK):
+        for part in cut(segment.start, segment.stop, chunk):
+            master = param[part] if low is None else join_halves(param[part], low[part])
             scaled = grad[part]
             if grad_scale != 1.0:
                 out = scratch[: part.stop - part.start]
                 scaled = torch.mul(scaled, grad_scale, out=out)
             before = grad.new_full((), segment.step - 1)
             formula(
-                [param[part]],
+                [master],
                 [scaled],
                 [exp_avg[part]],
                 [exp_avg_sq[part]],
@@ -330,3 +333,5 @@ def adamw_on_device(
                 eps=config.eps,
                 maximize=config.maximize,
             )
+            if low is not None:
+                split_halves(master, param[part], low[part])

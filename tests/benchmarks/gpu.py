@@ -269,10 +269,9 @@ class Bench:
         little = size.little_bytes(dtype)
         kinds: list[tuple[str, int | None, int | None]] = [
             ("session, all the device has", None, None),
+            ("the same, all updates on the host", None, 0),
             (f"session, max_vram_gb={little / 1e9:.2f}", little, None),
         ]
-        if dtype == torch.float32:  # bf16 packs are updated on the host anyway
-            kinds.insert(1, ("the same, all updates on the host", None, 0))
         for label, max_vram_bytes, max_tail_bytes in kinds:
             if self.is_late(label):
                 return

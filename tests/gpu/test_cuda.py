@@ -177,6 +177,7 @@ def test_bf16_with_an_fp32_master(tmp_path: Path) -> None:
         streamed, optimizer = wrapped(model, lr=1e-3, dtype="bfloat16")
         losses = [mt.train_step(streamed, optimizer, batches(2)).loss for _ in range(8)]
         assert losses[-1] < losses[0] - 0.05
+        assert streamed._megatrain.executor.tail
         ordinary = mt.unwrap(streamed)
         for name, value in ordinary.state_dict().items():
             assert value.is_cuda

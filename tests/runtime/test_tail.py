@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import megatrain_nb as mt
+from megatrain_nb.codec.split import Split, split
 from megatrain_nb.optim.adamw import Segment, UpdateThreads, update
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import session as session_module
 from megatrain_nb.runtime import tail as tail_module
+from megatrain_nb.runtime.halves import join_halves, split_halves
 from megatrain_nb.runtime.lanes import BlockingLanes, ThreadLanes
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
@@ -50,7 +52,8 @@ if TYPE_CHECKING:
 # Slots take 49 kB, all weights 37 kB, gradients and moments 111 kB.
 SOME, ALL = 150_000, 10**6
 
-SETTINGS = {"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
+DTYPES = [torch.float32, torch.bfloat16]
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
 
 
 @contextmanager
@@ -86,6 +89,7 @@ def trained(
     disk: bool = True,
     steps: int = 5,
     before: Change | None = None,
+    dtype: torch.dtype | None = None,
     max_vram: int = ALL,
 ) -> dict[str, torch.Tensor]:
     """What some steps make of a model, with an evaluation after each; on a device its tail is there in the end.
@@ -93,7 +97,7 @@ def trained(
     ``before`` says what is done before a step, and where a tail has to be again.
     """
     with on(directory, device, disk=disk) as session:
-        _, optimizer = wrapped(model, **SETTINGS)
+        _, optimizer = wrapped(model, **SETTINGS, dtype=dtype)
         losses = []
         for step in range(steps):
             if before is not None and step in before:
@@ -156,6 +160,54 @@ def test_the_formula_on_a_cpu_is_the_kernel_s(
         np.testing.assert_array_equal(mine.numpy(), theirs)
 
 
+@given(seed=st.integers(0, 2**32 - 1), scale=st.sampled_from([1.0, 0.3]))
+@settings(max_examples=common.MAX_EXAMPLES // 5, deadline=None)
+def test_the_formula_on_halves_is_the_kernel_s(seed: int, scale: float) -> None:
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, common.MAX_NUMEL))
+    (master, *moments), grad = common.state(rng, size), common.numbers(rng, size)
+    halves = Split(np.empty(size, np.uint16), np.empty(size, np.uint16))
+    split(master, halves)
+    hi, lo = (as_halves(x.copy()) for x in halves)
+    mine = [torch.from_numpy(x.copy()) for x in moments]
+    segments = [Segment(0, size, common.CONFIGS["decay"], 3)]
+    with UpdateThreads(1) as threads:
+        first, second = moments
+        update(halves, first, second, grad, segments, grad_scale=scale, threads=threads)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tail_module, "CHUNK", 256)
+        adamw_on_device(
+            hi, mine, torch.from_numpy(grad), segments, grad_scale=scale, low=lo
+        )
+    for tensor, array in zip((hi, lo), halves, strict=True):
+        assert torch.equal(tensor.view(torch.int16), as_halves(array).view(torch.int16))
+    for tensor, moment in zip(mine, moments, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), moment)
+
+
+def as_halves(array: Any) -> torch.Tensor:
+    return torch.from_numpy(array).view(torch.bfloat16)
+
+
+def test_halves_are_those_of_the_codec() -> None:
+    """All upper halves with lower ones at which something changes; NaNs and both infinities among them."""
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    bits = (upper[:, None] | lower).ravel()
+    halves = Split(np.empty(bits.size, np.uint16), np.empty(bits.size, np.uint16))
+    split(bits.view(np.float32), halves)
+    hi, lo = (torch.empty(bits.size, dtype=torch.bfloat16) for _ in range(2))
+    split_halves(torch.from_numpy(bits.view(np.float32)), hi, lo)
+    for mine, theirs in zip((hi, lo), halves, strict=True):
+        np.testing.assert_array_equal(
+            mine.view(torch.int16).numpy().view(np.uint16), theirs
+        )
+    joined = join_halves(hi, lo)
+    np.testing.assert_array_equal(
+        joined.view(torch.int32).numpy().view(np.uint32), bits
+    )
+
+
 # -- training -----------------------------------------------------------------------------------------------
 
 
@@ -163,14 +215,22 @@ def test_the_formula_on_a_cpu_is_the_kernel_s(
 @pytest.mark.parametrize("window", [False, True], ids=["loop", "window"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("max_vram", [SOME, ALL], ids=["some", "all"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_training_is_bit_equal(
-    tmp_path: Path, *, window: bool, disk: bool, tied: bool, max_vram: int
+    tmp_path: Path,
+    dtype: torch.dtype,
+    *,
+    window: bool,
+    disk: bool,
+    tied: bool,
+    max_vram: int,
 ) -> None:
     assert_as_on_the_host(
         tmp_path,
         lambda: TinyLM(tied=tied),
         window=window,
         disk=disk,
+        dtype=dtype,
         max_vram=max_vram,
     )
 
@@ -306,9 +366,14 @@ def fails_in_backward(model: Any, optimizer: Any, _: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "disk", "max_vram"),
-    [(True, True, SOME), (False, True, ALL), (True, False, ALL)],
-    ids=["window-disk-some", "loop-disk-all", "window-ram-all"],
+    ("window", "disk", "max_vram", "dtype"),
+    [
+        (True, True, SOME, None),
+        (False, True, ALL, None),
+        (True, False, ALL, None),
+        (True, True, ALL, torch.bfloat16),
+    ],
+    ids=["window-disk-some", "loop-disk-all", "window-ram-all", "bf16"],
 )
 @pytest.mark.parametrize(
     "change",
@@ -326,13 +391,20 @@ def fails_in_backward(model: Any, optimizer: Any, _: Any) -> None:
     ids=lambda change: str(change.__name__),
 )
 def test_what_is_done_between_steps(
-    tmp_path: Path, change: Any, max_vram: int, *, window: bool, disk: bool
+    tmp_path: Path,
+    change: Any,
+    max_vram: int,
+    dtype: torch.dtype | None,
+    *,
+    window: bool,
+    disk: bool,
 ) -> None:
     assert_as_on_the_host(
         tmp_path,
         before={2: change, 4: change},
         window=window,
         disk=disk,
+        dtype=dtype,
         max_vram=max_vram,
     )
 
@@ -619,10 +691,11 @@ def test_a_model_that_lives_there_moves_nothing(tmp_path: Path, window: bool) ->
     device.close()
 
 
-def test_a_step_moves_what_the_plan_says(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_a_step_moves_what_the_plan_says(tmp_path: Path, dtype: torch.dtype) -> None:
     device = late_twin(SOME)
     with on(tmp_path, device):
-        model, optimizer = wrapped(seeded(TinyLM))
+        model, optimizer = wrapped(seeded(TinyLM), dtype=dtype)
         for step in range(4):
             window_step(model, optimizer, step)
         results = [window_step(model, optimizer, step) for step in range(4, 44)]
@@ -642,8 +715,9 @@ def test_a_step_moves_what_the_plan_says(tmp_path: Path) -> None:
         assert written == pytest.approx(planned.written_bytes, rel=0.02)
         streamed = [pack for pack in spec.packs if pack.index not in executor.tail]
         once = sum(pack.weight_bytes for pack in streamed)
+        grads = sum(pack.grad_bytes for pack in streamed)
         again = sum(p.weight_bytes for p in streamed if p.index not in executor.stay)
-        assert results[-1].offloaded_bytes == once  # gradients
+        assert results[-1].offloaded_bytes == grads
         assert results[-1].onloaded_bytes == once + again
     device.close()
 
