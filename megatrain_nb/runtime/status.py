@@ -37,7 +37,7 @@ class ModelStatus:
 
     ``num_split`` of its parameters compute in bf16; their fp32 numbers are stored as two halves. ``moments_bytes``
     are those of Adam's moments as they are stored, all included; ``codecs`` counts parameters by codec. ``tail`` names
-    the packs that live on the device, ``tail_bytes`` are those of their weights, gradients and moments.
+    the packs that live on the device, ``tail_bytes`` are all of theirs there.
     """
 
     name: str
@@ -147,8 +147,8 @@ class Status:
                 rows.append(
                     (
                         "on the device",
-                        f"{format_bytes(model.tail_bytes)} of weights, gradients and moments of {len(model.tail)} packs, "
-                        f"{', '.join(model.tail)}: AdamW runs there, and nothing of them moves",
+                        f"{format_bytes(model.tail_bytes)} of {len(model.tail)} packs, {', '.join(model.tail)}, live there: "
+                        "AdamW runs there, and nothing of them moves",
                     )
                 )
             if model.codecs.keys() - {"raw"}:
@@ -216,13 +216,13 @@ class Status:
 
 def describe_model(model: OffloadedModel) -> ModelStatus:
     """Return the numbers of one model."""
-    spec, residency = model.layers.spec, model.residency
+    spec, residency = model.layers.spec, model.memory.residency
     tail = [spec.packs[pack] for pack in model.executor.tail]
     return ModelStatus(
         name=model.name,
         num_params=spec.num_params,
         num_blocks=len(spec.blocks),
-        num_steps=model.num_steps,
+        num_steps=model.steps.done,
         state_bytes=spec.state_bytes,
         resident_bytes=residency.resident_bytes,
         working_bytes=residency.working_bytes,
@@ -231,7 +231,7 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         logits=model.logits.chunking,
         moments_bytes=spec.moments_bytes,
         codecs=_count_codecs(spec),
-        dynamic="dynamic" in model.asked.values(),
+        dynamic="dynamic" in model.adam.asked.values(),
         tail=tuple(pack.name for pack in tail),
         tail_bytes=sum(p.weight_bytes + p.grad_bytes + p.states_bytes for p in tail),
         num_split=sum(

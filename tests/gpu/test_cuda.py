@@ -145,7 +145,7 @@ def test_what_lives_there_is_seen_and_comes_back(tmp_path: Path) -> None:
         used = session.device.used_bytes()
         gone = executor.tail.num_bytes
         session.max_tail_bytes = 0
-        session.plan()
+        session.models.plan()
         session.device.trim()
         assert not executor.tail
         assert session.device.used_bytes() <= used - gone

@@ -17,7 +17,7 @@ import megatrain_nb as mt
 from megatrain_nb.codec.split import Split, split
 from megatrain_nb.optim.adamw import Segment, UpdateThreads, update
 from megatrain_nb.plan.traffic import step_traffic
-from megatrain_nb.runtime import session as session_module
+from megatrain_nb.runtime import init
 from megatrain_nb.runtime import tail as tail_module
 from megatrain_nb.runtime.halves import join_halves, split_halves
 from megatrain_nb.runtime.lanes import BlockingLanes, ThreadLanes
@@ -63,7 +63,7 @@ def on(
     """A session that computes on a device, or on the host."""
     with pytest.MonkeyPatch.context() as patch:
         if device is not None:
-            patch.setattr(session_module, "open_device", lambda *_, **__: device)
+            patch.setattr(init, "open_device", lambda *_, **__: device)
         with opened(directory, **kwargs) as session:
             yield session
 
@@ -678,10 +678,10 @@ def test_a_model_that_lives_there_moves_nothing(tmp_path: Path, window: bool) ->
             with torch.no_grad():
                 loss_of(model, batch(step))
             (window_step if window else plain_step)(model, optimizer, step)
-            result = model._megatrain.last_step
+            result = model._megatrain.steps.last
             assert (result.onloaded_bytes, result.offloaded_bytes) == (0, 0)
             assert (result.read_bytes, result.written_bytes) == (0, 0)
-        layout = model._megatrain.layout()
+        layout = model._megatrain.memory.layout()
         assert layout.planned_bytes == (0, 0)
         assert all(piece.on_device for piece in layout.pieces)
         status = session.status()
@@ -703,9 +703,9 @@ def test_a_step_moves_what_the_plan_says(tmp_path: Path, dtype: torch.dtype) -> 
         spec, executor = record.layers.spec, record.executor
         assert 0 < len(tail_of(model)) < len(spec.packs)
         planned = step_traffic(
-            spec, record.residency, executor.expected_order(), stay=executor.stay
+            spec, record.memory.residency, executor.expected_order(), stay=executor.stay
         )
-        assert record.layout().planned_bytes == (
+        assert record.memory.layout().planned_bytes == (
             planned.read_bytes,
             planned.written_bytes,
         )
@@ -728,10 +728,10 @@ def test_the_ram_is_left_to_what_streams(tmp_path: Path) -> None:
         session.max_resident_bytes = 60_000
         model, optimizer = wrapped(seeded(TinyLM))
         window_step(model, optimizer, 0)
-        before = model._megatrain.residency
+        before = model._megatrain.memory.residency
         for step in range(1, 5):
             window_step(model, optimizer, step)
-        residency = model._megatrain.residency
+        residency = model._megatrain.memory.residency
         there = set(tail_of(model))
         assert residency.elsewhere == there
         assert before.weights & there
@@ -742,12 +742,12 @@ def test_the_ram_is_left_to_what_streams(tmp_path: Path) -> None:
 
 def by_setting(_: Any, session: Any, __: SlotDevice) -> None:
     session.max_tail_bytes = 0
-    session.plan()
+    session.models.plan()
 
 
 def by_the_device(_: Any, session: Any, device: SlotDevice) -> None:
     device._max_bytes = 60_000
-    session.plan()
+    session.models.plan()
     device.trim()
     assert device.used_bytes() <= 60_000
 
@@ -792,8 +792,8 @@ def test_a_plan_that_shrinks(tmp_path: Path, shrink: Any) -> None:
         window_step(model, optimizer, 3)
         if shrink is by_another_model:
             gc.collect()  # that one is gone: there is room again
-            session.check_in()
-            session.plan()
+            session.models.check_in()
+            session.models.plan()
         session.max_tail_bytes = None
         window_step(model, optimizer, 4)
         window_step(model, optimizer, 5)
