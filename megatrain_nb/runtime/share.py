@@ -38,7 +38,7 @@ class DeviceShare:
 
     @property
     def updates(self) -> bool:
-        """Whether torch's fused AdamW was tried there."""
+        """Whether AdamW may run there: torch's fused one has the host's formula."""
         return self._device.torch_device.type in ("cpu", "cuda")
 
     def plan(

@@ -23,6 +23,7 @@ from megatrain_nb.runtime.halves import join_halves, split_halves
 from megatrain_nb.runtime.lanes import BlockingLanes, ThreadLanes
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
+from megatrain_nb.runtime.share import DeviceShare
 from megatrain_nb.runtime.slots import SlotDevice
 from megatrain_nb.runtime.tail import Tail, adamw_on_device
 from tests.optim import common
@@ -691,16 +692,26 @@ def test_a_model_that_lives_there_moves_nothing(tmp_path: Path, window: bool) ->
     device.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-def test_a_step_moves_what_the_plan_says(tmp_path: Path, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "first"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)],
+)
+def test_a_step_moves_what_the_plan_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, first: bool
+) -> None:
+    """Whether the tail is planned first or last; elsewhere what binds a step decides that."""
+    decided = property(lambda _: first, lambda *_: None)
+    monkeypatch.setattr(DeviceShare, "_tail_first", decided, raising=False)
     device = late_twin(SOME)
     with on(tmp_path, device):
         model, optimizer = wrapped(seeded(TinyLM), dtype=dtype)
+        record = model._megatrain
         for step in range(4):
             window_step(model, optimizer, step)
-        results = [window_step(model, optimizer, step) for step in range(4, 44)]
-        record = model._megatrain
         spec, executor = record.layers.spec, record.executor
+        before = executor.stay, tail_of(model)
+        results = [window_step(model, optimizer, step) for step in range(4, 44)]
+        assert before == (executor.stay, tail_of(model))
         assert 0 < len(tail_of(model)) < len(spec.packs)
         planned = step_traffic(
             spec, record.memory.residency, executor.expected_order(), stay=executor.stay
