@@ -692,14 +692,21 @@ def test_a_model_that_lives_there_moves_nothing(tmp_path: Path, window: bool) ->
     device.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "room"),
+    [(torch.float32, SOME), (torch.bfloat16, 138_700)],
+    ids=["fp32", "bf16"],
+)
 def test_a_step_moves_what_the_plan_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, room: int
 ) -> None:
-    """The tail is planned first; elsewhere what binds a step decides that, and may do so in the middle."""
+    """The tail is planned first, and then no weight alone has room; elsewhere what binds a step decides that.
+
+    Weights alone that stay make the reads of the first blocks a matter of timing: not within 2 %.
+    """
     decided = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(DeviceShare, "_tail_first", decided, raising=False)
-    device = late_twin(SOME)
+    device = late_twin(room)
     with on(tmp_path, device):
         model, optimizer = wrapped(seeded(TinyLM), dtype=dtype)
         record = model._megatrain
@@ -709,6 +716,7 @@ def test_a_step_moves_what_the_plan_says(
         before = executor.stay, tail_of(model)
         results = [window_step(model, optimizer, step) for step in range(4, 44)]
         assert before == (executor.stay, tail_of(model))
+        assert executor.stay == set(tail_of(model))
         assert 0 < len(tail_of(model)) < len(spec.packs)
         planned = step_traffic(
             spec, record.memory.residency, executor.expected_order(), stay=executor.stay
