@@ -27,12 +27,16 @@ def group_of(piece: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PieceLayout:
-    """One piece: its key in the store, its bytes, whether it stays in RAM by plan, and whether it is there now."""
+    """One piece: its key in the store, its bytes, whether it stays in RAM by plan, and whether it is there now.
+
+    ``on_device``: it lives on a device, and what RAM and disk have of it may be old.
+    """
 
     key: str
     num_bytes: int
     resident: bool
     in_ram: bool
+    on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

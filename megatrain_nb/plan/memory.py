@@ -24,6 +24,8 @@ class Residency:
     ----------
     weights, grads, states
         Pack indices whose weights, pending gradients, and what else the update uses, stay in RAM.
+    elsewhere
+        Pack indices that live on a device: they move neither, and need no RAM, but room on disk to come back to.
     resident_bytes
         Bytes of those.
     working_bytes
@@ -41,6 +43,7 @@ class Residency:
     weights: frozenset[int] = field(default_factory=frozenset)
     grads: frozenset[int] = field(default_factory=frozenset)
     states: frozenset[int] = field(default_factory=frozenset)
+    elsewhere: frozenset[int] = field(default_factory=frozenset)
     resident_bytes: int = 0
     working_bytes: int = 0
     activation_bytes: int = 0
@@ -85,7 +88,7 @@ def disk_need_bytes(spec: ModelSpec, residency: Residency) -> int:
     return residency.disk_bytes and residency.disk_bytes + written_bytes(spec)
 
 
-def plan_residency(
+def plan_residency(  # noqa: PLR0913 - budgets, by keyword only
     spec: ModelSpec,
     *,
     limit_bytes: int,
@@ -95,6 +98,7 @@ def plan_residency(
     resident_bytes: int | None = None,
     packing_bytes: int = 0,
     tile_numel: int = TILE_NUMEL,
+    elsewhere: frozenset[int] = frozenset(),
 ) -> Residency:
     """Fill the RAM budget by value: bytes of traffic saved per byte kept.
 
@@ -117,6 +121,8 @@ def plan_residency(
         What packing tiles takes of the budget: a fixed amount for each I/O thread.
     tile_numel
         Elements of one tile.
+    elsewhere
+        Pack indices that live on a device.
 
     Raises
     ------
@@ -136,6 +142,7 @@ def plan_residency(
             weights=all_packs,
             grads=all_packs,
             states=all_packs,
+            elsewhere=elsewhere,
             resident_bytes=spec.state_bytes,
             activation_bytes=activation_bytes,
             keep_bytes=min(keep_bytes, limit_bytes - spec.state_bytes - fixed_bytes),
@@ -171,7 +178,7 @@ def plan_residency(
     }
     for what, num_bytes in sizes.items():
         for index in reversed(range(len(spec.packs))):
-            if num_bytes[index] <= left:
+            if index not in elsewhere and num_bytes[index] <= left:
                 left -= num_bytes[index]
                 kept[what].add(index)
     resident = allowed - left
@@ -179,6 +186,7 @@ def plan_residency(
         weights=frozenset(kept["weights"]),
         grads=frozenset(kept["grads"]),
         states=frozenset(kept["states"]),
+        elsewhere=elsewhere,
         resident_bytes=resident,
         working_bytes=working,
         activation_bytes=activation_bytes,

@@ -31,7 +31,11 @@ class Traffic:
 
 
 def step_traffic(
-    spec: ModelSpec, residency: Residency, order: Sequence[int]
+    spec: ModelSpec,
+    residency: Residency,
+    order: Sequence[int],
+    *,
+    stay: frozenset[int] = frozenset(),
 ) -> Traffic:
     """Return what a step in the middle of training moves, its update included.
 
@@ -44,14 +48,19 @@ def step_traffic(
     order
         Block indices in the order in which forward passes them; backward goes the other way, and the last
         block turns while it is loaded.
+    stay
+        Packs whose weights stay on a device from forward to backward.
     """
     first = {pack for block in order[:NUM_FIRST] for pack in spec.blocks[block].packs}
     last = {p for b in order[-1 - NUM_FIRST :] for p in spec.blocks[b].packs}
     every = {pack for block in order for pack in spec.blocks[block].packs}
+    every -= residency.elsewhere
+    again = _loads(spec, list(order)[-2::-1], Kind.BACKWARD, loaded=last)
     loads = [
         *_loads(spec, order, Kind.FORWARD, loaded=first),
-        *_loads(spec, list(order)[-2::-1], Kind.BACKWARD, loaded=last),
+        *(pack for pack in again if pack not in stay),
     ]
+    loads = [pack for pack in loads if pack not in residency.elsewhere]
 
     def streamed(packs: Iterable[int], resident: frozenset[int]) -> Iterator[PackSpec]:
         return (spec.packs[pack] for pack in packs if pack not in resident)

@@ -60,6 +60,7 @@ class AdamState:
         """Forget moments and step counts: a new optimizer starts from zero."""
         offloaded = self._offloaded
         offloaded.finish_updates()
+        offloaded.executor.tail.leave_all()
         offloaded.updates.rest()
         self.steps.clear()
         self.moments.clear()

@@ -322,6 +322,7 @@ class Checkpoints:
                 model.finish_updates()
                 model.executor.drop_gradients()
                 model.steps.forget()
+                model.executor.tail.leave_all()
                 model.executor.weights_change()
             try:
                 for index, (model, each) in enumerate(zip(models, states, strict=True)):

@@ -35,11 +35,12 @@ from megatrain_nb.runtime.lanes import tensor_over
 from megatrain_nb.runtime.layers import part_of
 from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
 from megatrain_nb.runtime.piece import What
+from megatrain_nb.runtime.tail import Tail
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from megatrain_nb.optim.adamw import Segment
     from megatrain_nb.plan.predict import Use
@@ -74,6 +75,10 @@ class Executor:
         Which calls of the head wait; None for none.
     stay
         The packs whose weights stay on a device with memory of its own until they change.
+    tail
+        The packs that live there altogether.
+    computing
+        The packs of the block that computes at this moment.
     """
 
     def __init__(
@@ -104,6 +109,8 @@ class Executor:
         self._on_span = on_span
         self._actions: Iterator[Action] = iter(())
         self.stay: frozenset[int] = frozenset()
+        self.tail = Tail(self)
+        self.computing: tuple[int, ...] = ()
         self.gradients = Gradients(self, on_span)
         self._loaded: dict[int, Slot] = {}
         self._hosted: set[int] = set()
@@ -207,12 +214,11 @@ class Executor:
         with_grads = turning or kind is Kind.BACKWARD
         early = block.spec.index in self._first
         if early and kind is Kind.BACKWARD and self.window is not None:
-            for pack in self._first_packs():  # a step follows, and the next forward
-                self.updates.read_ahead(pack)
+            self._read_first_states()
         grads = self.gradients.open(block) if with_grads else {}
         moment = self.device.begin()
         start, before = time.perf_counter(), self.not_computing()
-        problem = None
+        problem, self.computing = None, block.spec.packs
         self._tell("BEGIN", block.name, start, outcome=str(kind))
         try:
             packs = block.spec.packs
@@ -238,9 +244,9 @@ class Executor:
         except torch.OutOfMemoryError as error:
             problem = out_of_memory(error, block.name, self.device)
         finally:
-            again = (
-                block.spec.index in self._ahead
-            )  # a block that is used several times
+            self.computing = ()
+            # A block that is used several times goes on with them.
+            again = block.spec.index in self._ahead
             self.gradients.close(grads, keep=early or again)
             if self.device.in_place:
                 self._count(block, kind, start, self.not_computing() - before)
@@ -251,6 +257,12 @@ class Executor:
             raise problem
         self._report()
         self._relieve()
+
+    def _read_first_states(self) -> None:
+        """Read what the updates of the first blocks need: a step follows, and the next forward."""
+        for pack in self._first_packs():
+            if pack not in self.tail:
+                self.updates.read_ahead(pack)
 
     def _count(
         self, block: Block, kind: Kind, start: float, not_computing: float
@@ -267,8 +279,9 @@ class Executor:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the slots that hold weights at this moment."""
-        return sum(slot.flat.nbytes for slot in self._loaded.values())
+        """Bytes of the slots that hold something at this moment."""
+        weights = sum(slot.flat.nbytes for slot in self._loaded.values())
+        return weights + self.tail.num_bytes
 
     def _report(self) -> None:
         """At a border: tell what the device has done meanwhile, and let go of what it no longer copies."""
@@ -358,11 +371,14 @@ class Executor:
 
     def make_device_room(self, numel: int, dtype: torch.dtype, block: Block) -> None:
         """Take slots from blocks that need not be on the device now, if one of that kind cannot be had otherwise."""
-        for pack in list(self._loaded):
+        others = [pack for pack in self._loaded if pack not in block.spec.packs]
+        for pack in sorted(others, key=self.tail.__contains__):
             if self.device.has_room(numel, dtype):
                 return
-            if pack not in block.spec.packs:
-                self._unload(pack, keep=True)
+            if pack in self.tail:
+                self.tail.leave(pack)
+            else:
+                self.unload(pack, keep=True)
 
     def _plan(self, wanted: Action) -> Iterator[Action]:
         """Return the schedule from a block on that computes now."""
@@ -425,11 +441,11 @@ class Executor:
         soon = self._soon(wanted.kind)
         for pack in blocks[block].packs:
             if pack in self._loaded and pack not in keep:
-                self._unload(pack, keep=pack in soon, stay=pack in self.stay)
+                self.unload(pack, keep=pack in soon, stay=pack in self.stay)
 
-    def _unload(self, pack: int, *, keep: bool = False, stay: bool = False) -> None:
-        """End the use of a pack's weights; with ``stay`` its slot goes on holding them."""
-        if not stay:
+    def unload(self, pack: int, *, keep: bool = False, stay: bool = False) -> None:
+        """End the use of a pack's weights; with ``stay``, or where it lives there, its slot goes on holding them."""
+        if not stay and pack not in self.tail:
             self.device.release(self._loaded.pop(pack))
             if not self.device.in_place:
                 name = self.layers.spec.packs[pack].name
@@ -445,7 +461,7 @@ class Executor:
                 continue
             if pack.index in self._loaded:
                 stay = not stale and pack.index in self.stay
-                self._unload(pack.index, stay=stay)
+                self.unload(pack.index, stay=stay)
             self.pager.settle(self.pager.piece(pack.index, What.WEIGHTS))
 
     def rest(self) -> None:
@@ -463,7 +479,7 @@ class Executor:
         self._ahead.clear()
         for pack in keep:
             if pack in self._loaded:
-                self._unload(pack, keep=True)  # a device's copy of it is old now
+                self.unload(pack, keep=True)  # a device's copy of it is old now
         self._settle_unneeded(keep)
         self._actions = self._schedule(chain(near, order), Kind.FORWARD)
         for action in self._actions:
@@ -475,9 +491,11 @@ class Executor:
     def begin_update(
         self, segments: dict[int, list[Segment]], *, grad_scale: float
     ) -> None:
-        """Note an AdamW step as due, in the order in which the next forward needs it."""
+        """Note an AdamW step as due, in the order in which the next forward needs it; the tail's is done at once."""
         order = self._packs_of(self._expected())
+        there = {pack: segments.pop(pack) for pack in self.tail if pack in segments}
         self.updates.begin(segments, grad_scale=grad_scale, order=order)
+        self.tail.update(there, grad_scale=grad_scale)
         self.version += 1
 
     def expected_order(self) -> tuple[int, ...]:
@@ -574,26 +592,34 @@ class Executor:
             param.grad = None
 
     def abort(self) -> None:
-        """After an error or interrupt: nothing stays loaded, and nothing is expected."""
+        """After an error or interrupt: nothing stays loaded but the tail, and nothing is expected."""
         self.window = self.inside = None
         self._order.clear()
         self._predictor.forget_open()
-        self.let_go()
+        self._release_all(but=self.tail)
         self.pager.reset()
         self.rest()
 
     def _clear_device(self) -> None:
         """Let everything leave the device that need not be there."""
         self.stay = frozenset()
+        self.tail.plan(frozenset())
         self.rest()
         self.device.trim()
 
     def let_go(self) -> None:
         """Give all slots back, whatever is in them."""
-        for slot in self._loaded.values():
-            self.device.release(slot)
-        self._loaded.clear()
+        self.tail.drop()
+        self._release_all(but=())
+
+    def _release_all(self, *, but: Container[int]) -> None:
+        for pack in [pack for pack in self._loaded if pack not in but]:
+            self.device.release(self._loaded.pop(pack))
         self._hosted.clear()
+
+    def slot(self, pack: int) -> Slot:
+        """Return where a loaded pack's weights are."""
+        return self._loaded[pack]
 
     def check_usable(self) -> None:
         """Raise if the model must not be used any more.

@@ -36,7 +36,7 @@ class Gradients:
     """The gradients of the block that computes.
 
     They add up in fp32 over a window, on a CPU in the very bytes that the optimizer will read, on another device in
-    memory of its own, from where they leave in one piece when the block is done.
+    memory of its own, from where they leave in one piece when the block is done, unless the pack lives there.
     """
 
     def __init__(self, executor: Executor, on_span: Callable[[Span], None]) -> None:
@@ -48,8 +48,9 @@ class Gradients:
         executor, pager = self._executor, self._executor.pager
         packs = self._packs_of(block)
         blank = packs.keys() - self._pending()
-        found = pager.need_all(((pack, What.GRADS) for pack in packs), blank=blank)
-        opened: Slots = {}
+        opened: Slots = executor.tail.gradients(packs, blank=blank)
+        away = [pack for pack in packs if pack not in opened]
+        found = pager.need_all(((pack, What.GRADS) for pack in away), blank=blank)
         try:
             for (pack, _), values in found.items():
                 executor.make_device_room(len(values), torch.float32, block)
@@ -68,7 +69,8 @@ class Gradients:
     def read_ahead(self, block: Block) -> None:
         """Start to read what an earlier micro-batch has left of a block's gradients, as far as there is room."""
         for pack in self._packs_of(block).keys() & self._pending():
-            self._executor.pager.fetch(pack, What.GRADS)
+            if pack not in self._executor.tail:
+                self._executor.pager.fetch(pack, What.GRADS)
 
     def _packs_of(self, block: Block) -> dict[int, None]:
         """Return the packs in which a parameter of a block wants a gradient."""
@@ -84,6 +86,8 @@ class Gradients:
     def close(self, slots: Slots, *, keep: bool = False) -> None:
         """End the use of what `open` returned; with ``keep`` the next forward begins with it."""
         for pack, slot in slots.items():
+            if pack in self._executor.tail:
+                continue
             self._executor.device.close_gradient(slot)
             self._executor.pager.drop(pack, What.GRADS, dirty=True, keep=keep)
 
@@ -143,6 +147,9 @@ class Gradients:
             executor.norms[param] = torch.linalg.vector_norm(pending)
             packs.add(home.pack.index)
         for pack in sorted(packs):
+            if pack in executor.tail:
+                executor.tail.took(pack)
+                continue
             piece = executor.pager.piece(pack, What.GRADS)
             host = piece.values()
             leaving = executor.device.save_gradient(

@@ -57,7 +57,7 @@ class Lanes(Protocol):
         """Copy a piece to device memory, not before ``after`` is over."""
 
     def copy_out(self, host: Values, values: Tensor, after: Work | None) -> Work:
-        """Copy device memory, float32, to a piece, not before ``after`` is over."""
+        """Copy device memory to a piece, not before ``after`` is over."""
 
     def compute_waits(self, work: Work) -> None:
         """Let what computes from now on wait for some work."""

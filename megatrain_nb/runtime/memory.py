@@ -79,6 +79,7 @@ class ModelMemory:
                 format_bytes(self.reserved_bytes),
                 format_bytes(max(room, 0)),
             )
+        self.plan_device()
         residency = self._plan_residency(spec, limit_bytes)
         before = self.residency
         if not (residency.states <= before.states and residency.grads <= before.grads):
@@ -90,13 +91,15 @@ class ModelMemory:
         if not offloaded.share.holds_activations:
             keepable = residency.keep_bytes - self._keep_beside
             offloaded.executor.keeping.limit_bytes = max(keepable, 0)
-        self.plan_device()
 
     def plan_device(self) -> None:
         """Decide what stays on a device with memory of its own, and make it so."""
         offloaded = self._offloaded
-        others = (x.executor for x in self._session.models if x is not offloaded)
-        offloaded.share.plan(self._keep_allowed(), others)
+        offloaded.share.plan(
+            self._keep_allowed(),
+            [x.executor for x in self._session.models if x is not offloaded],
+            max_tail_bytes=self._session.max_tail_bytes,
+        )
 
     def check(self, spec: ModelSpec) -> None:
         """Raise BudgetError if the model would not fit with these packs."""
@@ -106,8 +109,8 @@ class ModelMemory:
         """Return the model's blocks, and what of them stays in RAM."""
         offloaded = self._offloaded
         spec, pager = offloaded.layers.spec, offloaded.pager
-        order = offloaded.executor.expected_order()
-        traffic = step_traffic(spec, self.residency, order)
+        order, stay = offloaded.executor.expected_order(), offloaded.executor.stay
+        traffic = step_traffic(spec, self.residency, order, stay=stay)
         return make_layout(
             spec,
             pager.layout(),
@@ -132,6 +135,7 @@ class ModelMemory:
             resident_bytes=self._session.max_resident_bytes,
             packing_bytes=self._session.models.packing_share_bytes(),
             tile_numel=self._offloaded.pager.tile_numel,
+            elsewhere=frozenset(self._offloaded.executor.tail),
         )
         self._check_disk(spec, residency)
         return residency
@@ -218,3 +222,5 @@ class ModelMemory:
             self._offloaded.share.learn(least_seconds)
         self.learn()
         self.plan_device()
+        if self.residency.elsewhere != frozenset(self._offloaded.executor.tail):
+            self._session.models.plan()

@@ -273,6 +273,7 @@ class OffloadedModel:
         """Do all that is due, and return when it is on the disk."""
         with interrupts_wait(self.executor.stop, breakable=False):
             self.pay_updates()
+            self.executor.tail.show_all()
             self.pager.barrier()
 
     def pay_updates(self) -> None:

@@ -202,6 +202,8 @@ class AdamW(torch.optim.Optimizer):
                 # The update still needs the gradient that is to read as zeros.
                 self.offloaded.updates.finish_all()
             executor.drop_gradients()
+            if not set_to_none:
+                executor.tail.forget_gradients()
             for param in ordinary:
                 param.grad = None if set_to_none else torch.zeros_like(param)
             if not set_to_none:

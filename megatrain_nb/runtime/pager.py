@@ -160,6 +160,7 @@ class Pager:
             With ``patient``: no room, and nothing that would make room.
         """
         piece = self._pieces[pack, what]
+        _check_here(piece, changes=False, blank=blank)
         self._leaving.pop(piece, None)  # it is wanted again
         if piece.slab is not None:
             return True
@@ -247,6 +248,8 @@ class Pager:
             It is used again soon: it stays until the room is needed.
         """
         piece = self._pieces[pack, what]
+        if dirty:
+            _check_here(piece, changes=True)
         piece.users -= 1
         piece.dirty = piece.dirty or dirty
         if piece.users == 0 and not keep:
@@ -282,6 +285,7 @@ class Pager:
     def is_blank(self, pack: int, what: What) -> bool:
         """Whether a piece was never written, so that it reads as zeros."""
         piece = self._pieces[pack, what]
+        _check_here(piece, changes=False)
         keys = [key for key, _, _ in self._tiles(piece)]
         return piece.slab is None and not any(
             key in self._writing or key in self.store for key in keys
@@ -290,6 +294,8 @@ class Pager:
     def discard(self, pack: int, what: What) -> None:
         """Forget a piece: from now on it reads as zeros."""
         piece = self._pieces[pack, what]
+        if what is not What.GRADS:
+            _check_here(piece, changes=True)
         if piece in self._held:
             self._held.remove(piece)
             piece.users -= 1
@@ -322,6 +328,8 @@ class Pager:
     ) -> Iterator[list[Values]]:
         """Use pieces of one pack outside a step; the last ones stay in RAM until others are opened."""
         pieces = [self._pieces[pack, each] for each in what]
+        for piece in pieces:
+            _check_here(piece, changes=write)
         if not all(piece in self._held for piece in pieces):
             self.close_held()
             self.need_all(((pack, each) for each in what), foreseen=False)
@@ -470,6 +478,7 @@ class Pager:
         self.barrier()
         kept = self.kept_pieces()
         for piece in kept:
+            _check_here(piece, changes=False)
             if not piece.resident:
                 self.settle(piece)
         self.barrier()
@@ -515,7 +524,13 @@ class Pager:
     def layout(self) -> list[PieceLayout]:
         """Return every piece's bytes, and where it is."""
         return [
-            PieceLayout(self._key(piece), piece.num_bytes, piece.resident, piece.landed)
+            PieceLayout(
+                self._key(piece),
+                piece.num_bytes,
+                piece.resident,
+                piece.landed,
+                piece.on_device,
+            )
             for piece in self._pieces.values()
         ]
 
@@ -713,3 +728,13 @@ class Pager:
                         kind="WAIT", name=what, start_s=start, end_s=end, lane="compute"
                     )
                 )
+
+
+def _check_here(piece: Piece, *, changes: bool, blank: bool = False) -> None:
+    """Raise StoreError rather than use an old copy, or change one that is not the true one."""
+    if (piece.old and not blank) or (piece.on_device and changes):
+        msg = (
+            f"the {piece} is on the device, and what RAM and disk have of it must not be "
+            f"{'changed' if changes else 'used'}: this is a fault of megatrain_nb; no value is lost"
+        )
+        raise StoreError(msg)

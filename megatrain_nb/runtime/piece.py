@@ -75,6 +75,10 @@ class Piece:
         Planned to stay in RAM.
     dirty
         The RAM copy is newer than the disk's.
+    on_device
+        The true copy is a device's: who changes what is here would lose it, see `megatrain_nb.runtime.tail`.
+    old
+        What is here and on the disk is not the last version any more: the device's is.
     lease
         The device's last copy out of ``slab`` or into it.
     num_bytes
@@ -90,6 +94,8 @@ class Piece:
     users: int = 0
     resident: bool = False
     dirty: bool = False
+    on_device: bool = False
+    old: bool = False
     lease: Work | None = None
     num_bytes: int = field(init=False)
     label: str = field(init=False)

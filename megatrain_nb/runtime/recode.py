@@ -178,6 +178,7 @@ def recode(offloaded: OffloadedModel, codecs: Mapping[str, str]) -> None:
     pager, stop = offloaded.pager, offloaded.executor.stop
     with interrupts_wait(stop, breakable=False):
         offloaded.updates.finish_all()
+        offloaded.executor.tail.leave_all()
         offloaded.executor.rest()
         pager.barrier()
         offloaded.memory.check(new.spec)

@@ -71,6 +71,9 @@ class Session:
         lets the plan decide. For measurements and tests.
     max_kept_bytes
         Keep at most this much of each model's activations from forward to backward; None lets the plan decide.
+    max_tail_bytes
+        Keep at most this much of each model's gradients and moments on a device with memory of its own; None lets
+        the plan decide, 0 leaves all updates to the host.
     keep_share
         Where a model streams: the share of the RAM beside what streams that may hold activations from forward
         to backward, before weights and states may stay there; None lets the plan decide.
@@ -124,6 +127,7 @@ class Session:
         self.max_disk_bytes = max_disk_bytes
         self.max_resident_bytes: int | None = None
         self.max_kept_bytes: int | None = None
+        self.max_tail_bytes: int | None = None
         self.keep_share: float | None = None
         self.callbacks: list[Callback] = []
         self.controls = Controls()

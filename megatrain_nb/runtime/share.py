@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.device import DevicePlan, plan_device, slot_bytes
+from megatrain_nb.plan.device import (
+    DevicePlan,
+    plan_device,
+    slot_bytes,
+    tail_bytes,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.executor import Executor
@@ -24,13 +29,25 @@ class DeviceShare:
         self._device = device
         self._other_bytes: int | None = None
         self._keep_first = True
+        self._tail_first = False
 
     @property
     def holds_activations(self) -> bool:
         """Whether activations are in the device's own memory."""
         return self._device.torch_device.type != "cpu"
 
-    def plan(self, wanted_keep_bytes: int, others: Iterable[Executor]) -> None:
+    @property
+    def updates(self) -> bool:
+        """Whether AdamW may run there: torch's fused one has the host's formula."""
+        return self._device.torch_device.type in ("cpu", "cuda")
+
+    def plan(
+        self,
+        wanted_keep_bytes: int,
+        others: Sequence[Executor],
+        *,
+        max_tail_bytes: int | None,
+    ) -> None:
         """Decide what stays, and make it so; before a step has run, nothing does.
 
         Parameters
@@ -38,7 +55,10 @@ class DeviceShare:
         wanted_keep_bytes
             What activations would take if all of a window's were kept, as far as that is allowed.
         others
-            The session's other models, whose slots are in use.
+            The session's other models, whose slots are in use. Where there are some, no pack lives on the device: models
+            take turns, and each needs the slots.
+        max_tail_bytes
+            Gradients and moments may take this much; None for all there is room for.
         """
         device, executor = self._device, self._executor
         if device.in_place or device.limit_bytes is None or self._other_bytes is None:
@@ -52,8 +72,11 @@ class DeviceShare:
                 other_bytes=self._other_bytes + sum(x.device_bytes for x in others),
                 wanted_keep_bytes=wanted_keep_bytes if self.holds_activations else 0,
                 keep_first=self._keep_first,
+                tail_first=self._tail_first,
+                max_tail_bytes=0 if others or not self.updates else max_tail_bytes,
             )
         executor.stay = plan.stay
+        executor.tail.plan(plan.tail)
         if self.holds_activations:
             executor.keeping.limit_bytes = plan.keep_bytes
 
@@ -65,6 +88,9 @@ class DeviceShare:
         self._other_bytes = max(self._other_bytes or 0, other)
         link = least_seconds.get("link", 0.0)
         self._keep_first = link <= least_seconds.get("compute", 0.0)
+        # Once and for all: with the tail on the device something else binds, and it must not for that reason leave.
+        binds = max(least_seconds, key=lambda resource: least_seconds[resource])
+        self._tail_first |= binds in ("disk", "update")
 
     def room_bytes(self, ram_bytes: int) -> int:
         """Return what is there for the model's own tensors where blocks compute; ``ram_bytes`` if that is RAM."""
@@ -73,5 +99,6 @@ class DeviceShare:
             return ram_bytes
         spec, executor = self._executor.layers.spec, self._executor
         stays = sum(spec.packs[pack].weight_bytes for pack in executor.stay)
+        stays += tail_bytes(spec, executor.tail.planned)
         taken = slot_bytes(spec) + stays + executor.keeping.limit_bytes
         return max(0, limit - taken)

@@ -137,8 +137,7 @@ class SlotDevice:
         """
         values = tensor_over(host)
         slot = self._take(values.numel(), values.dtype)
-        slot.busy = self.lanes.copy_in(slot.flat, host, slot.busy)
-        self._note("ONLOAD", name, host.nbytes, slot.busy)
+        self.fill(slot, host, name=name)
         return slot
 
     def ready(self, slot: Slot) -> Tensor:
@@ -157,6 +156,7 @@ class SlotDevice:
             if self._poison
             else self.lanes.computed()
         )
+        slot.leaving = False
         self._give(slot)
 
     # -- gradients --------------------------------------------------------------------------------------
@@ -173,17 +173,19 @@ class SlotDevice:
         name
             Of the pack.
         """
-        slot = self._take(len(host), torch.float32)
+        slot = self.hold(len(host))
         if pending:
-            slot.busy = self.lanes.copy_in(slot.flat, host, slot.busy)
-            self._note("ONLOAD", name, host.nbytes, slot.busy)
+            self.fill(slot, host, name=name)
         assert slot.busy is not None
         self.lanes.compute_waits(slot.busy)
         return slot
 
     def save_gradient(self, slot: Slot, host: Values, *, name: str = "") -> Work:
-        """Begin to copy gradients out; ``host`` belongs to this device until that is over."""
-        slot.busy = self.lanes.copy_out(host, slot.flat, self.lanes.computed(slot.flat))
+        """Begin to copy a slot out; ``host`` belongs to this device until that is over."""
+        # .data: a count of changes of its own, since a block may be computing with these weights.
+        slot.busy = self.lanes.copy_out(
+            host, slot.flat, self.lanes.computed(slot.flat.data)
+        )
         slot.leaving = True
         self._note("OFFLOAD", name, host.nbytes, slot.busy)
         return slot.busy
@@ -196,6 +198,29 @@ class SlotDevice:
             slot.busy = self.lanes.computed()
         slot.leaving = False
         self._give(slot)
+
+    # -- what lives there -------------------------------------------------------------------------------
+
+    def hold(self, numel: int, dtype: torch.dtype = torch.float32) -> Slot:
+        """Return memory for what only the update uses, or for gradients; `close_gradient` gives it back.
+
+        Raises
+        ------
+        BudgetError
+            The slots would exceed ``max_vram_gb``.
+        """
+        return self._take(numel, dtype)
+
+    def fill(self, slot: Slot, host: Values, *, name: str = "") -> Work:
+        """Begin to copy a piece into a slot; the host memory must not change until that is over."""
+        slot.busy = self.lanes.copy_in(slot.flat, host, slot.busy)
+        self._note("ONLOAD", name, host.nbytes, slot.busy)
+        return slot.busy
+
+    def wrote(self, slot: Slot) -> None:
+        """Note that what computed until now wrote into a slot: `ready` waits for that."""
+        slot.busy = self.lanes.computed(slot.flat.data)
+        slot.leaving = False
 
     # -- what happened --------------------------------------------------------------------------------------
 

@@ -73,6 +73,9 @@ class PieceSource(_PackSource):
     @contextmanager
     def _opened(self, *, write: bool) -> Iterator[Tensor]:
         offloaded, pack = self._offloaded, self._home.pack
+        offloaded.executor.tail.show(pack.index, self._what)
+        if write:
+            offloaded.executor.tail.leave(pack.index)
         if write or self._what is not What.GRADS:
             offloaded.finish_update(pack.index)
         changes = write and self._what is What.WEIGHTS
@@ -193,6 +196,9 @@ class MasterSource(_PackSource):
     @contextmanager
     def _opened(self, *, write: bool) -> Iterator[Tensor]:
         offloaded, pack = self._offloaded, self._home.pack
+        offloaded.executor.tail.show(pack.index, *master_of(pack))
+        if write:
+            offloaded.executor.tail.leave(pack.index)
         offloaded.finish_update(pack.index)
         if write:
             offloaded.executor.weights_change()

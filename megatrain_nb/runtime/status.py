@@ -36,7 +36,8 @@ class ModelStatus:
     """One model: its size, its steps, and what of it stays in RAM.
 
     ``num_split`` of its parameters compute in bf16; their fp32 numbers are stored as two halves. ``moments_bytes``
-    are those of Adam's moments as they are stored, all included; ``codecs`` counts parameters by codec.
+    are those of Adam's moments as they are stored, all included; ``codecs`` counts parameters by codec. ``tail`` names
+    the packs that live on the device, ``tail_bytes`` are all of theirs there.
     """
 
     name: str
@@ -53,6 +54,8 @@ class ModelStatus:
     moments_bytes: int
     codecs: dict[str, int]
     dynamic: bool
+    tail: tuple[str, ...] = ()
+    tail_bytes: int = 0
 
     @property
     def moments_bytes_per_param(self) -> float:
@@ -140,6 +143,14 @@ class Status:
                     f"{format_bytes(model.keep_bytes)} for those that are kept instead of computed again",
                 ),
             ]
+            if model.tail:
+                rows.append(
+                    (
+                        "on the device",
+                        f"{format_bytes(model.tail_bytes)} of {len(model.tail)} packs, {', '.join(model.tail)}, live there: "
+                        "AdamW runs there, and nothing of them moves",
+                    )
+                )
             if model.codecs.keys() - {"raw"}:
                 rows.append(("its moments", _describe_moments(model)))
             if model.logits is not None:
@@ -206,6 +217,7 @@ class Status:
 def describe_model(model: OffloadedModel) -> ModelStatus:
     """Return the numbers of one model."""
     spec, residency = model.layers.spec, model.memory.residency
+    tail = [spec.packs[pack] for pack in model.executor.tail]
     return ModelStatus(
         name=model.name,
         num_params=spec.num_params,
@@ -220,6 +232,8 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         moments_bytes=spec.moments_bytes,
         codecs=_count_codecs(spec),
         dynamic="dynamic" in model.adam.asked.values(),
+        tail=tuple(pack.name for pack in tail),
+        tail_bytes=sum(p.weight_bytes + p.grad_bytes + p.states_bytes for p in tail),
         num_split=sum(
             param.numel for pack in spec.packs if pack.split for param in pack.params
         ),

@@ -44,6 +44,9 @@ MOST_DIFFERENCE = 1e-5
 # Workspaces of the matrix library, and a chunk of logits.
 MARGIN = 512 << 20
 
+# What the twin has.
+TWIN_BYTES = 1 << 30
+
 
 @dataclass(frozen=True)
 class Size:
@@ -137,7 +140,9 @@ def session_on(kind: str, **limits: Any) -> Iterator[mt.Session]:
     twin = mock.patch(
         "megatrain_nb.runtime.init.open_device",
         lambda *_, max_vram_bytes: SlotDevice(
-            torch.device("cpu"), max_bytes=max_vram_bytes, lanes=ThreadLanes()
+            torch.device("cpu"),
+            max_bytes=max_vram_bytes or TWIN_BYTES,
+            lanes=ThreadLanes(),
         ),
     )
     with (
@@ -261,16 +266,17 @@ class Bench:
             )
             del model, step
             self.tidy()
-        for label, max_vram_bytes in (
-            ("session, all the device has", None),
-            (
-                f"session, max_vram_gb={size.little_bytes(dtype) / 1e9:.2f}",
-                size.little_bytes(dtype),
-            ),
-        ):
+        little = size.little_bytes(dtype)
+        kinds: list[tuple[str, int | None, int | None]] = [
+            ("session, all the device has", None, None),
+            ("the same, all updates on the host", None, 0),
+            (f"session, max_vram_gb={little / 1e9:.2f}", little, None),
+        ]
+        for label, max_vram_bytes, max_tail_bytes in kinds:
             if self.is_late(label):
                 return
-            self.session(label, size, dtype, base, window, params, max_vram_bytes)
+            limits = max_vram_bytes, max_tail_bytes
+            self.session(label, size, dtype, base, window, params, limits)
 
     def session(
         self,
@@ -280,9 +286,10 @@ class Bench:
         base: dict[bool, float],
         window: Window,
         params: int,
-        max_vram_bytes: int | None,
+        limits: tuple[int | None, int | None],
     ) -> None:
-        """Time one session."""
+        """Time one session; ``limits`` are those of the device's memory, and of what may live there."""
+        max_vram_bytes, max_tail_bytes = limits
         results: list[mt.StepResult] = []
         watch = Spans()
         with session_on(
@@ -290,12 +297,14 @@ class Bench:
             max_ram_gb=2 + 20 * params / 1e9,
             max_vram_gb=max_vram_bytes and max_vram_bytes / 1e9,
         ) as session:
+            session.max_tail_bytes = max_tail_bytes
             step = streamed(mt.from_config(size.config(), seed=0, dtype=dtype), results)
             session.callbacks.append(watch)
             seconds, loss = timed(step, window, size)
             session.callbacks.clear()
             pinned = session.pool.pinned_bytes
             used = session.device.peak_bytes
+            there = session.status().models[0].tail_bytes
             del step
         self.tidy()
         result = results[-1]
@@ -310,7 +319,7 @@ class Bench:
             f"time beside computing\n"
             f"    time: {causes}\n    at least: {least}\n"
             f"    {format_bytes(result.onloaded_bytes)} to the device, {format_bytes(result.offloaded_bytes)} back; device memory "
-            f"{format_bytes(used)}, page-locked {format_bytes(pinned)}"
+            f"{format_bytes(used)}, of which {format_bytes(there)} are trained there; page-locked {format_bytes(pinned)}"
         )
 
     def tidy(self) -> None:

@@ -60,9 +60,9 @@ def _precise() -> Iterator[None]:
 @pytest.mark.parametrize("window", [True, False], ids=["window", "loop"])
 @pytest.mark.parametrize("place", ["ram", "disk"])
 @pytest.mark.parametrize("poison", [False, True], ids=["", "poison"])
-@pytest.mark.parametrize("stay", [False, True], ids=["streams", "stays"])
+@pytest.mark.parametrize("mode", ["streams", "stays", "lives there"])
 def test_training_is_that_of_plain_pytorch(
-    tmp_path: Path, window: bool, place: str, poison: bool, stay: bool
+    tmp_path: Path, window: bool, place: str, poison: bool, mode: str
 ) -> None:
     model = llama()
     plain = copy.deepcopy(model)
@@ -74,10 +74,11 @@ def test_training_is_that_of_plain_pytorch(
         assert isinstance(session.device, SlotDevice)
         session.device._poison = poison
         session.max_resident_bytes = 0 if place == "disk" else None
+        session.max_tail_bytes = None if mode == "lives there" else 0
         streamed, ours = wrapped(model, lr=1e-3, max_grad_norm=1.0)
         executor = streamed._megatrain.executor
         for step in range(4):
-            if not stay:
+            if mode == "streams":
                 executor.stay = frozenset()
                 executor.keeping.limit_bytes = 0
             losses = []
@@ -94,7 +95,9 @@ def test_training_is_that_of_plain_pytorch(
                 # Sums over other launch orders: fp32 rounding, not bit for bit.
                 assert result.loss == pytest.approx(sum(losses), rel=1e-5)
                 assert result.grad_norm == pytest.approx(float(norm), rel=1e-4)
-                assert result.onloaded_bytes > 0
+                assert bool(result.onloaded_bytes) == (
+                    mode != "lives there" or step < 2
+                )
                 assert result.seconds["compute"] > 0
             else:
                 for batch in window_batches:
@@ -102,8 +105,9 @@ def test_training_is_that_of_plain_pytorch(
                     streamed(**batch, num_items_in_batch=number).loss.backward()
                 ours.step()
                 ours.zero_grad()
-            if stay and step:
-                assert executor.stay
+            if mode != "streams" and step:
+                there = len(executor.stay), len(executor.tail)
+                assert there == (7, 7 if mode == "lives there" else 0)
         for (name, expected), found in zip(
             plain.named_parameters(), streamed.parameters(), strict=True
         ):
@@ -117,6 +121,55 @@ def test_training_is_that_of_plain_pytorch(
             )
 
 
+def test_what_lives_there_is_seen_and_comes_back(tmp_path: Path) -> None:
+    """A checkpoint holds what is on the device; a plan that shrinks brings it to RAM and gives the memory back."""
+    with mt.init(tmp_path, max_ram_gb=1, device="cuda") as session:
+        model, optimizer = wrapped(llama(), lr=1e-3, max_grad_norm=1.0)
+        executor = model._megatrain.executor
+        for _ in range(3):
+            mt.train_step(model, optimizer, batches(2))
+        assert len(executor.tail) == len(executor.layers.spec.packs)
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        moments = optimizer.state[model.lm_head.weight]["exp_avg"].clone()
+        session.save_checkpoint("here")
+        losses = [mt.train_step(model, optimizer, batches(2)).loss for _ in range(2)]
+        assert not torch.equal(model.lm_head.weight, before["lm_head.weight"])
+        session.resume("here")
+        for name, param in model.named_parameters():
+            assert torch.equal(param, before[name]), name
+        assert torch.equal(optimizer.state[model.lm_head.weight]["exp_avg"], moments)
+        for loss in losses:
+            again = mt.train_step(model, optimizer, batches(2)).loss
+            assert again == pytest.approx(loss, rel=1e-6)
+        assert executor.tail
+        used = session.device.used_bytes()
+        gone = executor.tail.num_bytes
+        session.max_tail_bytes = 0
+        session.models.plan()
+        session.device.trim()
+        assert not executor.tail
+        assert session.device.used_bytes() <= used - gone
+        mt.train_step(model, optimizer, batches(2))
+
+
+def test_the_update_there_is_the_host_s_but_for_rounding(tmp_path: Path) -> None:
+    found = []
+    for name, most in (("host", 0), ("device", None)):
+        with mt.init(tmp_path / name, max_ram_gb=1, device="cuda") as session:
+            session.max_tail_bytes = most
+            model, optimizer = wrapped(llama(), lr=1e-3, weight_decay=0.1)
+            for step in range(4):
+                mt.train_step(model, optimizer, batches(2, seed=step))
+            assert bool(model._megatrain.executor.tail) == (most is None)
+            found.append(
+                [p.detach().clone().cpu() for p in model.parameters()]
+                + [optimizer.state[p]["exp_avg"].clone() for p in model.parameters()]
+            )
+    for host, device in zip(*found, strict=True):
+        # Same formula; sums and products are contracted otherwise, and the gradients after the first step follow.
+        torch.testing.assert_close(device, host, rtol=1e-4, atol=2e-6)
+
+
 def test_bf16_with_an_fp32_master(tmp_path: Path) -> None:
     model = llama()
     before = copy.deepcopy(model.state_dict())
@@ -124,6 +177,7 @@ def test_bf16_with_an_fp32_master(tmp_path: Path) -> None:
         streamed, optimizer = wrapped(model, lr=1e-3, dtype="bfloat16")
         losses = [mt.train_step(streamed, optimizer, batches(2)).loss for _ in range(8)]
         assert losses[-1] < losses[0] - 0.05
+        assert streamed._megatrain.executor.tail
         ordinary = mt.unwrap(streamed)
         for name, value in ordinary.state_dict().items():
             assert value.is_cuda
@@ -160,6 +214,7 @@ def test_copies_overlap_computing(tmp_path: Path) -> None:
     config = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
     with mt.init(tmp_path, max_ram_gb=4, device="cuda") as session:
         model, optimizer = wrapped(llama(**config))
+        session.max_tail_bytes = 0
         for step in range(3):
             model._megatrain.executor.stay = frozenset()
             if step == 2:

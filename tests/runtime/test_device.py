@@ -54,6 +54,8 @@ STREAMED_BYTES = 4 * 8192
 
 @pytest.fixture
 def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SlotDevice]]:
+    """Here all updates are the host's; test_tail.py is about the device's."""
+    monkeypatch.setattr(DeviceShare, "updates", False)
     made: list[SlotDevice] = []
 
     def use(max_bytes: int | None = None, **kwargs: Any) -> SlotDevice:
