@@ -246,8 +246,7 @@ class Executor:
         finally:
             self.computing = ()
             # A block that is used several times goes on with them.
-            again = block.spec.index in self._ahead
-            self.gradients.close(grads, keep=early or again)
+            self.gradients.close(grads, keep=early or block.spec.index in self._ahead)
             if self.device.in_place:
                 self._count(block, kind, start, self.not_computing() - before)
             else:
