@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.planner import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
+    from megatrain_nb.runtime.distributed import export_distributed
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.forecast import (
         estimate,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.recode import recompress
     from megatrain_nb.runtime.recording import export_trace, record
     from megatrain_nb.runtime.session import Session, current_session, init
+    from megatrain_nb.runtime.takeover import import_distributed
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
     from megatrain_nb.store.cleanup import cleanup
@@ -64,8 +66,10 @@ _LAZY = {
     "current_session": "runtime.session",
     "estimate": "runtime.forecast",
     "explore": "notebook.explore",
+    "export_distributed": "runtime.distributed",
     "export_trace": "runtime.recording",
     "from_config": "runtime.load",
+    "import_distributed": "runtime.takeover",
     "init": "runtime.session",
     "largest_model": "runtime.forecast",
     "least_ram_gb": "runtime.forecast",
@@ -100,8 +104,10 @@ __all__ = [
     "current_session",
     "estimate",
     "explore",
+    "export_distributed",
     "export_trace",
     "from_config",
+    "import_distributed",
     "init",
     "largest_model",
     "least_ram_gb",

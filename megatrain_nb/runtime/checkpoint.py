@@ -13,22 +13,17 @@ checkpoint that is kept may cost as much disk as the model's weights and moments
 from __future__ import annotations
 
 import logging
-import math
-import random
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import safetensors.torch
-import torch
 
 from megatrain_nb.errors import (
     ArgumentError,
     BudgetError,
     ModelError,
     SessionError,
-    StoreError,
 )
 from megatrain_nb.plan.memory import written_bytes
 from megatrain_nb.runtime.claim import CLAIM
@@ -40,7 +35,9 @@ from megatrain_nb.runtime.modelstate import (
     restore_model,
     state_of,
 )
-from megatrain_nb.runtime.tree import from_json, to_json
+from megatrain_nb.runtime.runs import TRAINER
+from megatrain_nb.runtime.saved import Saved, random_state, read_state, set_random_state
+from megatrain_nb.runtime.tree import to_json
 from megatrain_nb.store.base import round_up
 from megatrain_nb.store.checkpoint import (
     Label,
@@ -139,7 +136,7 @@ class Checkpoints:
         ):
             models = session.usable_models()
             for model in models:
-                _check_between_steps(model)
+                check_between_steps(model)
             begin = time.perf_counter()
             for model in models:
                 model.finish_updates()
@@ -164,7 +161,7 @@ class Checkpoints:
             "models": [
                 to_json(state_of(model), tensors, model.name) for model in models
             ],
-            "random": to_json(_random_state(), tensors, "random"),
+            "random": to_json(random_state(), tensors, "random"),
             "lr_factor": self._session.controls.lr_factor,
             "objects": {
                 name: to_json(_state(each), tensors, name)
@@ -258,6 +255,7 @@ class Checkpoints:
         name: str | None = None,
         *,
         weights_only: bool = False,
+        saved: Saved | None = None,
     ) -> Checkpoint:
         """Bring models, optimizers, registered objects and random states back as they were.
 
@@ -267,6 +265,8 @@ class Checkpoints:
             Which one; None for the last.
         weights_only
             Only weights, ordinary parameters and buffers.
+        saved
+            What `read` gave for that one, if it was read already.
         """
         session = self._session
         checkpoint = self.get(name)
@@ -275,9 +275,10 @@ class Checkpoints:
             interrupts_wait(session.stop_event, breakable=False),
         ):
             models = session.usable_models()
-            state, states, objects = read_state(checkpoint)
+            saved = saved or read_state(checkpoint)
+            states, objects = saved.models, saved.objects
             check_same(
-                state["identity"], [identity(model) for model in models], checkpoint
+                saved.identity, [identity(model) for model in models], checkpoint
             )
             if not weights_only:
                 self._check_resumable(models, states, objects, checkpoint)
@@ -300,8 +301,8 @@ class Checkpoints:
                 if not weights_only:
                     for key, value in objects.items():
                         _load(self.objects[key], value)
-                    session.controls.lr_factor = state["lr_factor"]
-                    _set_random_state(state["random"])
+                    session.controls.lr_factor = saved.lr_factor
+                    set_random_state(saved.random)
             except BaseException as error:
                 for model in models:
                     model.pager.broken = (
@@ -312,14 +313,15 @@ class Checkpoints:
         logger.info("resumed from %r", checkpoint)
         return checkpoint
 
-    def set_random_state(self, name: str) -> None:
-        """Set the random states that a checkpoint has."""
-        state, _, _ = read_state(self.get(name))
-        _set_random_state(state["random"])
+    def read(self, name: str) -> Saved:
+        """Return what a checkpoint holds beside its tiles.
 
-    def object_state(self, name: str, key: str) -> Any:
-        """Return the state of one registered object in a checkpoint, or None."""
-        return read_state(self.get(name))[2].get(key)
+        Raises
+        ------
+        StoreError
+            It is damaged.
+        """
+        return read_state(self.get(name))
 
     def _check_resumable(
         self,
@@ -336,6 +338,12 @@ class Checkpoints:
                 )
                 raise ModelError(msg)
         missing = sorted(objects.keys() - self.objects.keys())
+        if TRAINER in missing:
+            msg = (
+                f"{checkpoint!r} was taken by mt.Trainer; make the same trainer and go on with "
+                "trainer.train(resume_from_checkpoint=True), or take the weights alone with weights_only=True"
+            )
+            raise ArgumentError(msg)
         if missing:
             msg = (
                 f"{checkpoint!r} holds the state of {', '.join(missing)}; register what it belongs to before: "
@@ -371,76 +379,14 @@ class Checkpoints:
         return checkpoint
 
 
-def read_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any, Any]:
-    """Return the state, and of it the models' and the registered objects'.
-
-    Raises
-    ------
-    StoreError
-        It is damaged.
-    """
-    content, data = checkpoint.read()
-    try:
-        tensors = safetensors.torch.load(data)
-        state = {
-            "identity": content["identity"],
-            "random": from_json(content["random"], tensors),
-            "lr_factor": _lr_factor(content["lr_factor"]),
-        }
-        models = [from_json(each, tensors) for each in content["models"]]
-        objects = from_json(content["objects"], tensors)
-    except (
-        safetensors.SafetensorError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        msg = f"{checkpoint!r} in {checkpoint.folder} cannot be read: {error!r}"
-        raise StoreError(msg) from error
-    return state, models, objects
-
-
-def _lr_factor(value: Any) -> float:
-    if type(value) is not float or not 0 <= value < math.inf:
-        msg = f"lr_factor {str(value)[:80]}"
-        raise ValueError(msg)
-    return value
-
-
-def _check_between_steps(model: OffloadedModel) -> None:
+def check_between_steps(model: OffloadedModel) -> None:
+    """Raise SessionError if gradients of a step are pending."""
     if model.in_step:
         msg = (
             f"{model.name} is in the middle of step {model.num_steps + 1}: gradients are pending, and a checkpoint does "
             "not hold them. Take it after optimizer.step(), or call optimizer.zero_grad() first"
         )
         raise SessionError(msg)
-
-
-def _random_state() -> dict[str, Any]:
-    """Return the random states of Python, numpy and torch."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - what transformers seeds
-        "torch": torch.get_rng_state(),
-        "cuda": [],
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    try:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        msg = f"the checkpoint's random states are damaged: {error!r}"
-        raise StoreError(msg) from error
 
 
 def check_stateful(name: str, each: Any) -> None:
