@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
     _StorageInfo,  # what torch's reader takes; DCP has no public name for it
 )
 from torch.distributed.checkpoint.metadata import (
@@ -158,7 +158,7 @@ class Folder:
             It is damaged, too large, or anything else.
         """
         index = MetadataIndex(key)
-        length = self._metadata.storage_data[index].length  # type: ignore[union-attr]
+        length = self._metadata.storage_data[index].length
         if length > _MAX_OBJECT_BYTES:
             _refuse(self.path, f"{key} takes {length} bytes, which no setting does")
         zero = torch.Size([0])
@@ -184,7 +184,7 @@ class Folder:
 
     def _check_archive(self, index: MetadataIndex) -> None:
         """Refuse a chunk that is not an archive, or one that would take more memory than it is long."""
-        place = self._metadata.storage_data[index]  # type: ignore[index]
+        place = self._metadata.storage_data[index]
         with (self.path / place.relative_path).open("rb") as file:
             part = _Part(file, place.offset, place.length)
             with zipfile.ZipFile(part) as archive:

@@ -148,8 +148,10 @@ def _state_dict(
     offloaded: OffloadedModel, dtype: torch.dtype
 ) -> tuple[dict[str, Any], dict[str, Lazy], dict[str, str]]:
     """Return a state dict of placeholders, what they stand for by key, and the keys of tied parameters."""
-    lazy, aliases = {}, {}
-    weights, firsts = {}, {}
+    lazy: dict[str, Lazy] = {}
+    aliases: dict[str, str] = {}
+    weights: dict[str, Tensor] = {}
+    firsts: dict[int, str] = {}
     for name, tensor in state_entries(offloaded.model):
         first = firsts.setdefault(id(tensor), name)
         if first != name:

@@ -162,8 +162,9 @@ def check(
     assert found[-1]["digest"] == end
     left = list((directory / "store").iterdir())
     assert not left, left
-    half = [path for path in directory.iterdir() if path.name.startswith(".")]
-    assert not half, half
+    for name in ("moved", "handed"):  # whole, or only the beginning of one
+        whole, begun = directory / name, directory / f".{name}.part"
+        assert not (whole.exists() and begun.exists()), name
     if (directory / "handed").exists():
         Folder(directory / "handed")
     return len(steps)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatrain_nb.errors import ArgumentError, MegatrainError, StoreError
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+dcp: Any = checkpoint
 CONTENTS = {
     "w": torch.arange(600, dtype=torch.float32).reshape(20, 30),
     "h": torch.arange(8, dtype=torch.bfloat16),

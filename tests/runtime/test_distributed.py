@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.distributed import checkpoint as dcp
+from torch.distributed import checkpoint
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -32,6 +32,7 @@ from tests.runtime.common import (
     seeded,
     snapshot,
     window_step,
+    wrapped,
 )
 from tests.runtime.test_checkpoint import opened
 from tests.runtime.test_codecs import WideLM
@@ -41,8 +42,9 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
+dcp: Any = checkpoint
 PLACES = {"ram": None, "disk": 0, "mixed": 80_000}
-SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7}
+SETTINGS: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-7}
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +72,7 @@ def make_tiny(seed: int, *, tied: bool = False) -> Any:
 
 def load_plain(model: Any, optimizer: Any, folder: Path) -> None:
     """As torch's own tutorial loads."""
-    state = {
+    state: dict[str, Any] = {
         "model": get_model_state_dict(model),
         "optim": get_optimizer_state_dict(model, optimizer),
     }
@@ -115,7 +117,7 @@ def test_a_plain_run_goes_on_bit_for_bit(
     count = 1 if tied else 3  # a tied gradient's micro-batches add up in another order
     with opened(tmp_path / "s", place):
         made = make_tiny(0, tied=tied)
-        model, optimizer = mt.wrap(made, adamw(made, groups=groups, **SETTINGS))
+        model, optimizer = wrapped(made, adamw(made, groups=groups, **SETTINGS))
         for step in range(3):
             window_step(model, optimizer, step, count)
         folder = mt.export_distributed(tmp_path / "out")
@@ -148,7 +150,7 @@ def test_a_plain_run_comes_here_bit_for_bit(
     losses = [step_there(plain, other, x, count) for x in (3, 4)]
     with opened(tmp_path / "s", place) as session:
         made = make_tiny(1, tied=tied)
-        model, optimizer = mt.wrap(made, adamw(made, groups=groups))
+        model, optimizer = wrapped(made, adamw(made, groups=groups))
         window_step(model, optimizer, 20, count)
         mt.import_distributed(tmp_path / "in", model)
         assert differing(snapshot(model, optimizer), expected) == []
@@ -166,7 +168,7 @@ def test_settings_may_be_tensors_and_a_scheduler_keeps_its_hold(tmp_path: Path) 
     with opened(tmp_path / "s"):
         made = make_tiny(1)
         rate = torch.tensor(0.5)
-        model, optimizer = mt.wrap(made, adamw(made, lr=rate))
+        model, optimizer = wrapped(made, adamw(made, lr=rate))
         mt.import_distributed(tmp_path / "in", model)
         assert optimizer.param_groups[0]["lr"] is rate
         assert rate == 0.25
@@ -176,7 +178,7 @@ def test_settings_may_be_tensors_and_a_scheduler_keeps_its_hold(tmp_path: Path) 
 
 def test_a_parameter_that_was_never_updated_is_as_one(tmp_path: Path) -> None:
     with opened(tmp_path / "s"):
-        model, optimizer = mt.wrap(make_tiny(0))
+        model, optimizer = wrapped(make_tiny(0))
         mt.export_distributed(tmp_path / "out")
         window_step(model, optimizer, 0)
         mt.import_distributed(tmp_path / "out")
@@ -200,19 +202,19 @@ def test_moments_are_decoded_and_encoded(
     monkeypatch.setattr(writing, "CHUNK_BYTES", 10_000)
     with opened(tmp_path / "s", "mixed", optimizer_compression=form):
         torch.manual_seed(0)
-        model, optimizer = mt.wrap(WideLM(), lr=1e-2, dtype=dtype)
+        model, optimizer = wrapped(WideLM(), lr=1e-2, dtype=dtype)
         for step in range(3):
             window_step(model, optimizer, step)
         mt.export_distributed(tmp_path / "out")
         moments = snapshot(model, optimizer)
         masters = {}
         for name, param in model.named_parameters():
-            with param._source.master().opened(write=False) as values:  # type: ignore[union-attr]
+            with param._source.master().opened(write=False) as values:
                 masters[name] = values.clone()
         mt.import_distributed(tmp_path / "out")
         again = snapshot(model, optimizer)
         for name, param in model.named_parameters():
-            with param._source.master().opened(write=False) as values:  # type: ignore[union-attr]
+            with param._source.master().opened(write=False) as values:
                 assert torch.equal(values, masters[name]), name
         for key, value in moments.items():
             if form in ("lossless", "8bit", "4bit", "dynamic") or ":exp" not in key:
@@ -233,7 +235,7 @@ def test_moments_are_decoded_and_encoded(
 
 def test_weights_in_bf16(tmp_path: Path) -> None:
     with opened(tmp_path / "s"):
-        model, optimizer = mt.wrap(make_tiny(0), dtype=torch.bfloat16)
+        model, optimizer = wrapped(make_tiny(0), dtype=torch.bfloat16)
         window_step(model, optimizer, 0)
         mt.export_distributed(tmp_path / "out", dtype=torch.bfloat16)
         expected = snapshot(model)
@@ -250,7 +252,7 @@ def test_weights_in_bf16(tmp_path: Path) -> None:
 
 def test_torchs_own_converter_reads_it(tmp_path: Path) -> None:
     with opened(tmp_path / "s"):
-        model, optimizer = mt.wrap(make_tiny(0, tied=True))
+        model, optimizer = wrapped(make_tiny(0, tied=True))
         window_step(model, optimizer, 0)
         mt.export_distributed(tmp_path / "out")
         expected = snapshot(model)
@@ -301,7 +303,7 @@ def test_fsdp2_goes_on_and_comes_back(tmp_path: Path, size: int) -> None:
     with opened(tmp_path / "s", "mixed"):
         made = make_tiny(0)
         made.layers[1].up.weight.requires_grad_(True)
-        model, optimizer = mt.wrap(made, adamw(made, **SETTINGS))
+        model, optimizer = wrapped(made, adamw(made, **SETTINGS))
         for step in range(3):
             window_step(model, optimizer, step)
         mt.export_distributed(tmp_path / "out")
@@ -341,7 +343,7 @@ def test_one_tensor_is_open_at_a_time_and_each_piece_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path / "s", "disk") as session:
-        model, optimizer = mt.wrap(make_tiny(0), lr=1e-2)
+        model, optimizer = wrapped(make_tiny(0), lr=1e-2)
         for step in range(2):
             window_step(model, optimizer, step)
         optimizer.finish()
@@ -353,8 +355,8 @@ def test_one_tensor_is_open_at_a_time_and_each_piece_once(
     for file in folder.glob("*.distcp"):
         # torch's archive adds about a kilobyte to each of the tensors in it.
         assert file.stat().st_size < 1000 + 50 * 2000
-    large = [x for x in Folder(folder)._metadata.state_dict_metadata.items()]  # noqa: C416
-    chunks = {key: len(x.chunks) for key, x in large if hasattr(x, "chunks")}  # type: ignore[union-attr]
+    kept = Folder(folder)._metadata.state_dict_metadata
+    chunks = {key: len(getattr(x, "chunks", ())) for key, x in kept.items()}
     assert chunks["model.layers.0.up.weight"] == 3
     assert chunks["model.norm.weight"] == 1
 
@@ -373,7 +375,7 @@ def test_a_failure_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path / "s"):
-        model, optimizer = mt.wrap(make_tiny(0))
+        model, optimizer = wrapped(make_tiny(0))
         window_step(model, optimizer, 0)
         real = writing.LazyPlanner.resolve_data
         for error in (OSError(28, "No space left on device"), KeyboardInterrupt()):
@@ -440,7 +442,7 @@ def unlike(path: Path) -> dict[str, str]:
 
 def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path: Path) -> None:
     with opened(tmp_path / "s"):
-        model, optimizer = mt.wrap(make_tiny(0))
+        model, optimizer = wrapped(make_tiny(0))
         window_step(model, optimizer, 0)
         before = snapshot(model, optimizer)
         for folder, match in unlike(tmp_path).items():
@@ -458,9 +460,9 @@ def test_which_model_and_when(tmp_path: Path) -> None:
     with opened(tmp_path / "s"):
         with pytest.raises(mt.SessionError, match="no model is in the session"):
             mt.export_distributed(tmp_path / "out")
-        model, _ = mt.wrap(make_tiny(0))
+        model, _ = wrapped(make_tiny(0))
         mt.export_distributed(tmp_path / "out")
-        other, _ = mt.wrap(make_tiny(1))
+        other, _ = wrapped(make_tiny(1))
         for call in (mt.export_distributed, mt.import_distributed):
             with pytest.raises(mt.ArgumentError, match="2 models are in the session"):
                 call(tmp_path / "more")
@@ -481,7 +483,7 @@ def test_which_model_and_when(tmp_path: Path) -> None:
 
 def test_damage_after_the_first_weight_stops_the_model(tmp_path: Path) -> None:
     with opened(tmp_path / "s"):
-        model, optimizer = mt.wrap(make_tiny(0))
+        model, optimizer = wrapped(make_tiny(0))
         window_step(model, optimizer, 0)
         folder = mt.export_distributed(tmp_path / "out")
         index = Folder(folder)._metadata.storage_data
