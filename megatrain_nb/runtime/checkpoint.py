@@ -35,8 +35,15 @@ from megatrain_nb.runtime.modelstate import (
     restore_model,
     state_of,
 )
+from megatrain_nb.runtime.otherstate import (
+    check_stateful,
+    load_object,
+    random_state,
+    set_random_state,
+    state_of_object,
+)
 from megatrain_nb.runtime.runs import TRAINER
-from megatrain_nb.runtime.saved import Saved, random_state, read_state, set_random_state
+from megatrain_nb.runtime.saved import Saved, read_state
 from megatrain_nb.runtime.tree import to_json
 from megatrain_nb.store.base import round_up
 from megatrain_nb.store.checkpoint import (
@@ -48,7 +55,7 @@ from megatrain_nb.store.portable import export_checkpoint, import_checkpoint
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -117,7 +124,38 @@ class Checkpoints:
         msg = f"{wanted} in {self._session.preflight.path}; there: {there}"
         raise ArgumentError(msg)
 
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Let checkpoints hold the state of these as well; None takes one off the list.
+
+        Raises
+        ------
+        ArgumentError
+            One has no state that can be kept.
+        """
+        for name, each in objects.items():
+            if each is None:
+                self.objects.pop(name, None)
+                continue
+            check_stateful(name, each)
+            self.objects[name] = each
+
     # -- taking one -----------------------------------------------------------------------------------
+
+    def save_and_keep(self, name: str | None, keep: int | None) -> Checkpoint:
+        """Take one under the name that a person gave, and keep so many, this one included; None keeps all."""
+        if keep is not None and (type(keep) is not int or keep < 1):
+            msg = f"keep={keep!r} is not usable; give a number of checkpoints, 1 or more, or None"
+            raise ArgumentError(msg)
+        given: object = name
+        if name is not None and not (isinstance(given, str) and 0 < len(given) <= 200):
+            msg = f"name={name!r} is not usable; give a short text, or None"
+            raise ArgumentError(msg)
+        others = [each for each in self._all if each.name != name]
+        removing = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
+        checkpoint = self.save(name, leaving=removing)
+        for each in removing:
+            self.remove(each)
+        return checkpoint
 
     def save(
         self,
@@ -134,13 +172,13 @@ class Checkpoints:
             CLAIM.held("saving a checkpoint"),
             interrupts_wait(session.stop_event, breakable=False),
         ):
-            models = session.usable_models()
+            models = session.models.usable()
             for model in models:
                 check_between_steps(model)
             begin = time.perf_counter()
             for model in models:
                 model.finish_updates()
-            done = max(model.num_steps for model in models)
+            done = max(model.steps.done for model in models)
             name = f"step-{done}" if name is None else name
             same = [each for each in self._all if each.name == name]
             state, tensors = self._describe(models)
@@ -164,7 +202,7 @@ class Checkpoints:
             "random": to_json(random_state(), tensors, "random"),
             "lr_factor": self._session.controls.lr_factor,
             "objects": {
-                name: to_json(_state(each), tensors, name)
+                name: to_json(state_of_object(each), tensors, name)
                 for name, each in self.objects.items()
             },
         }
@@ -198,7 +236,7 @@ class Checkpoints:
         gone = {each.manifest for each in removing}
         after = whole + store.pinned_bytes(without=gone)
         for model in models:
-            disk = model.residency.disk_bytes
+            disk = model.memory.residency.disk_bytes
             after += disk and disk + written_bytes(model.layers.spec)
         needed = max(store.used_bytes + now, after)
         if needed > store.capacity_bytes:
@@ -274,7 +312,7 @@ class Checkpoints:
             CLAIM.held("going on from a checkpoint"),
             interrupts_wait(session.stop_event, breakable=False),
         ):
-            models = session.usable_models()
+            models = session.models.usable()
             saved = saved or read_state(checkpoint)
             states, objects = saved.models, saved.objects
             check_same(
@@ -287,7 +325,7 @@ class Checkpoints:
             for model in models:
                 model.finish_updates()
                 model.executor.drop_gradients()
-                model.forget_step()
+                model.steps.forget()
                 model.executor.weights_change()
             try:
                 for index, (model, each) in enumerate(zip(models, states, strict=True)):
@@ -300,7 +338,7 @@ class Checkpoints:
                     )
                 if not weights_only:
                     for key, value in objects.items():
-                        _load(self.objects[key], value)
+                        load_object(self.objects[key], value)
                     session.controls.lr_factor = saved.lr_factor
                     set_random_state(saved.random)
             except BaseException as error:
@@ -381,31 +419,9 @@ class Checkpoints:
 
 def check_between_steps(model: OffloadedModel) -> None:
     """Raise SessionError if gradients of a step are pending."""
-    if model.in_step:
+    if model.steps.in_progress:
         msg = (
-            f"{model.name} is in the middle of step {model.num_steps + 1}: gradients are pending, and a checkpoint does "
+            f"{model.name} is in the middle of step {model.steps.done + 1}: gradients are pending, and a checkpoint does "
             "not hold them. Take it after optimizer.step(), or call optimizer.zero_grad() first"
         )
         raise SessionError(msg)
-
-
-def check_stateful(name: str, each: Any) -> None:
-    """Raise ArgumentError if an object's state cannot be kept."""
-    pairs = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
-    if not any(all(callable(getattr(each, x, None)) for x in pair) for pair in pairs):
-        msg = (
-            f"{name}={each!r} has neither state_dict and load_state_dict nor get_state and set_state, so a checkpoint "
-            "cannot hold it"
-        )
-        raise ArgumentError(msg)
-
-
-def _state(each: Any) -> Any:
-    return each.state_dict() if hasattr(each, "load_state_dict") else each.get_state()
-
-
-def _load(each: Any, state: Any) -> None:
-    if hasattr(each, "load_state_dict"):
-        each.load_state_dict(state)
-    else:
-        each.set_state(state)

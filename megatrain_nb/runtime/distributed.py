@@ -21,11 +21,11 @@ from tqdm.auto import tqdm
 from megatrain_nb.errors import ArgumentError, MegatrainError, ModelError, StoreError
 from megatrain_nb.runtime.checkpoint import check_between_steps
 from megatrain_nb.runtime.claim import CLAIM
+from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.dcp import Lazy, LazyPlanner, write_folder
 from megatrain_nb.runtime.layers import parse_dtype
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.piece import MOMENTS, What
-from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.source import MomentSource
 from megatrain_nb.store.checkpoint import sync_directory
 from megatrain_nb.units import format_bytes
@@ -169,7 +169,7 @@ def _state_dict(
                 key = f"{_OPTIM}.state.{names[param]}.{what.value}"
                 lazy[key] = _lazy_moment(offloaded, param, what)
                 moments[what.value] = lazy[key].placeholder()
-            step = torch.tensor(float(offloaded.steps.get(param, 0)))
+            step = torch.tensor(float(offloaded.adam.steps.get(param, 0)))
             states[names[param]] = {"step": step} | moments
         groups = [
             {key: group[key] for key in SETTINGS if key in group}
@@ -209,7 +209,7 @@ def _lazy_weight(offloaded: OffloadedModel, tensor: Tensor, dtype: torch.dtype) 
 def _lazy_moment(offloaded: OffloadedModel, param: nn.Parameter, what: What) -> Lazy:
     home = offloaded.layers.homes.get(param)
     if home is None:
-        moments = offloaded.moments.get(param)
+        moments = offloaded.adam.moments.get(param)
         values = torch.zeros(param.shape)
         if moments is not None:
             values = moments[MOMENTS.index(what)]
@@ -252,7 +252,7 @@ def model_of(model: nn.Module | None) -> OffloadedModel:
             raise ModelError(msg)
         offloaded.executor.check_usable()
         return offloaded
-    models = session.usable_models()
+    models = session.models.usable()
     if len(models) > 1:
         msg = f"{len(models)} models are in the session; say which one: model=..."
         raise ArgumentError(msg)
@@ -271,5 +271,5 @@ def trained(offloaded: OffloadedModel) -> list[nn.Parameter]:
         param
         for group in offloaded.optimizer.param_groups
         for param in group["params"]
-        if param.requires_grad or param in offloaded.steps
+        if param.requires_grad or param in offloaded.adam.steps
     ]

@@ -1,15 +1,12 @@
-"""What a checkpoint holds beside its tiles, read back; and random states."""
+"""What a checkpoint holds beside its tiles, read back."""
 
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import safetensors.torch
-import torch
 
 from megatrain_nb.errors import StoreError
 from megatrain_nb.runtime.tree import from_json
@@ -76,35 +73,3 @@ def _lr_factor(value: Any) -> float:
         msg = f"lr_factor {str(value)[:80]}"
         raise ValueError(msg)
     return value
-
-
-def random_state() -> dict[str, Any]:
-    """Return the random states of Python, numpy and torch."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - what transformers seeds
-        "torch": torch.get_rng_state(),
-        "cuda": [],
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Set the random states that a checkpoint has.
-
-    Raises
-    ------
-    StoreError
-        They are damaged.
-    """
-    try:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        msg = f"the checkpoint's random states are damaged: {error!r}"
-        raise StoreError(msg) from error

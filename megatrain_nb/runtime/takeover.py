@@ -276,7 +276,7 @@ def _take_optimizer(
 ) -> None:
     optimizer = offloaded.optimizer
     assert optimizer is not None
-    offloaded.reset_optimizer()
+    offloaded.adam.reset()
     optimizer.state.clear()
     for param, head in moments.items():
         step = torch.zeros((), dtype=torch.float64)
@@ -285,9 +285,9 @@ def _take_optimizer(
             msg = f"{head}.step in {found.path} is {float(step)}"
             raise StoreError(msg)
         if step:
-            offloaded.steps[param] = int(step)
+            offloaded.adam.steps[param] = int(step)
     _take_moments(offloaded, found, moments)
-    offloaded.num_steps = max(offloaded.steps.values(), default=0)
+    offloaded.steps.done = max(offloaded.adam.steps.values(), default=0)
     optimizer.note_state()
     if groups is None:
         offloaded.session.note(
@@ -311,7 +311,9 @@ def _take_moments(
         home = offloaded.layers.homes.get(param)
         if home is None:
             for what in MOMENTS:
-                found.read_into(f"{head}.{what.value}", offloaded.moment(param, what))
+                found.read_into(
+                    f"{head}.{what.value}", offloaded.adam.moment(param, what)
+                )
         elif home.pack.encoded:
             _take_encoded(offloaded, found, param, head)
         else:
@@ -334,6 +336,6 @@ def _take_encoded(
         both = [torch.from_numpy(row).view(spec.shape) for row in pair]
         for values, what in zip(both, MOMENTS, strict=True):
             found.read_into(f"{head}.{what.value}", values)
-        offloaded.set_moments(param, *both)
+        offloaded.adam.set_moments(param, *both)
     finally:
         offloaded.pager.pool.give(slab)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 import megatrain_nb as mt
 from megatrain_nb.runtime import rss
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
