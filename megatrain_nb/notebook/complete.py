@@ -17,7 +17,7 @@ from IPython.core.completer import (
 from megatrain_nb.codec.names import LOSSLESS, NAMES
 from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
 from megatrain_nb.notebook.surface import MODES
-from megatrain_nb.notebook.view import current_session
+from megatrain_nb.runtime.current import current_session
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
