@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.planner import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.current import current_session
+    from megatrain_nb.runtime.distributed import export_distributed
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.forecast import (
         estimate,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.recode import recompress
     from megatrain_nb.runtime.recording import export_trace, record
     from megatrain_nb.runtime.session import Session
+    from megatrain_nb.runtime.takeover import import_distributed
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
     from megatrain_nb.store.cleanup import cleanup
@@ -66,8 +68,10 @@ _LAZY = {
     "current_session": "runtime.current",
     "estimate": "runtime.forecast",
     "explore": "notebook.explore",
+    "export_distributed": "runtime.distributed",
     "export_trace": "runtime.recording",
     "from_config": "runtime.load",
+    "import_distributed": "runtime.takeover",
     "init": "runtime.init",
     "largest_model": "runtime.forecast",
     "least_ram_gb": "runtime.forecast",
@@ -102,8 +106,10 @@ __all__ = [
     "current_session",
     "estimate",
     "explore",
+    "export_distributed",
     "export_trace",
     "from_config",
+    "import_distributed",
     "init",
     "largest_model",
     "least_ram_gb",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from IPython.core.completer import (
 from megatrain_nb.codec.names import LOSSLESS, NAMES
 from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
 from megatrain_nb.notebook.surface import MODES
+from megatrain_nb.runtime.current import current_session
 
 if TYPE_CHECKING:
     from IPython.core.completer import CompletionContext
@@ -32,7 +34,7 @@ _LAST_WORD = re.compile(r"(?:\\.|[^\s\\])*$")
 
 @context_matcher()  # type: ignore[untyped-decorator]
 def match(context: CompletionContext) -> SimpleMatcherResult:
-    """Complete commands, options, and directories after ``--offload-dir``."""
+    """Complete commands, options, directories after ``--offload-dir``, and checkpoints after ``resume``."""
     line = context.full_text.split("\n")[context.cursor_line]
     found = _LINE.fullmatch(line[: context.cursor_position])
     if found is None:
@@ -72,6 +74,8 @@ def candidates_for(typed: str, *, whole_cell: bool = False) -> tuple[str, list[s
         choices = _VALUES[before[-1]]
     elif before[0] == "explore" and not word.startswith("-"):
         choices = _known("models" if len(before) == 1 else "machines")
+    elif before == ["resume"] and not word.startswith("-"):
+        choices = _checkpoints()
     elif before[0] not in COMMANDS or before[-1].startswith("--max-"):
         choices = []
     else:
@@ -83,6 +87,13 @@ def _known(what: str) -> list[str]:
     """Return the names of the catalogue's models or machines; it is only read when somebody asks."""
     catalogue = import_module("megatrain_nb.plan.catalogue")
     return list(getattr(catalogue, what)())
+
+
+def _checkpoints() -> list[str]:
+    """Return the names of the open session's checkpoints, the last one first, as they are typed."""
+    session = current_session()
+    held = [] if session is None else session.checkpoints()
+    return [shlex.quote(each.name) for each in reversed(held)]
 
 
 def _directories(word: str) -> list[str]:

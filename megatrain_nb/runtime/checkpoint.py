@@ -13,7 +13,6 @@ checkpoint that is kept may cost as much disk as the model's weights and moments
 from __future__ import annotations
 
 import logging
-import math
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from megatrain_nb.errors import (
     BudgetError,
     ModelError,
     SessionError,
-    StoreError,
 )
 from megatrain_nb.plan.memory import written_bytes
 from megatrain_nb.runtime.claim import CLAIM
@@ -44,7 +42,9 @@ from megatrain_nb.runtime.otherstate import (
     set_random_state,
     state_of_object,
 )
-from megatrain_nb.runtime.tree import from_json, to_json
+from megatrain_nb.runtime.runs import TRAINER
+from megatrain_nb.runtime.saved import Saved, read_state
+from megatrain_nb.runtime.tree import to_json
 from megatrain_nb.store.base import round_up
 from megatrain_nb.store.checkpoint import (
     Label,
@@ -174,7 +174,7 @@ class Checkpoints:
         ):
             models = session.models.usable()
             for model in models:
-                _check_between_steps(model)
+                check_between_steps(model)
             begin = time.perf_counter()
             for model in models:
                 model.finish_updates()
@@ -293,6 +293,7 @@ class Checkpoints:
         name: str | None = None,
         *,
         weights_only: bool = False,
+        saved: Saved | None = None,
     ) -> Checkpoint:
         """Bring models, optimizers, registered objects and random states back as they were.
 
@@ -302,6 +303,8 @@ class Checkpoints:
             Which one; None for the last.
         weights_only
             Only weights, ordinary parameters and buffers.
+        saved
+            What `read` gave for that one, if it was read already.
         """
         session = self._session
         checkpoint = self.get(name)
@@ -310,9 +313,10 @@ class Checkpoints:
             interrupts_wait(session.stop_event, breakable=False),
         ):
             models = session.models.usable()
-            state, states, objects = read_state(checkpoint)
+            saved = saved or read_state(checkpoint)
+            states, objects = saved.models, saved.objects
             check_same(
-                state["identity"], [identity(model) for model in models], checkpoint
+                saved.identity, [identity(model) for model in models], checkpoint
             )
             if not weights_only:
                 self._check_resumable(models, states, objects, checkpoint)
@@ -336,8 +340,8 @@ class Checkpoints:
                 if not weights_only:
                     for key, value in objects.items():
                         load_object(self.objects[key], value)
-                    session.controls.lr_factor = state["lr_factor"]
-                    set_random_state(state["random"])
+                    session.controls.lr_factor = saved.lr_factor
+                    set_random_state(saved.random)
             except BaseException as error:
                 for model in models:
                     model.pager.broken = (
@@ -348,14 +352,15 @@ class Checkpoints:
         logger.info("resumed from %r", checkpoint)
         return checkpoint
 
-    def set_random_state(self, name: str) -> None:
-        """Set the random states that a checkpoint has."""
-        state, _, _ = read_state(self.get(name))
-        set_random_state(state["random"])
+    def read(self, name: str) -> Saved:
+        """Return what a checkpoint holds beside its tiles.
 
-    def object_state(self, name: str, key: str) -> Any:
-        """Return the state of one registered object in a checkpoint, or None."""
-        return read_state(self.get(name))[2].get(key)
+        Raises
+        ------
+        StoreError
+            It is damaged.
+        """
+        return read_state(self.get(name))
 
     def _check_resumable(
         self,
@@ -372,6 +377,12 @@ class Checkpoints:
                 )
                 raise ModelError(msg)
         missing = sorted(objects.keys() - self.objects.keys())
+        if TRAINER in missing:
+            msg = (
+                f"{checkpoint!r} was taken by mt.Trainer; make the same trainer and go on with "
+                "trainer.train(resume_from_checkpoint=True), or take the weights alone with weights_only=True"
+            )
+            raise ArgumentError(msg)
         if missing:
             msg = (
                 f"{checkpoint!r} holds the state of {', '.join(missing)}; register what it belongs to before: "
@@ -407,45 +418,8 @@ class Checkpoints:
         return checkpoint
 
 
-def read_state(checkpoint: Checkpoint) -> tuple[dict[str, Any], Any, Any]:
-    """Return the state, and of it the models' and the registered objects'.
-
-    Raises
-    ------
-    StoreError
-        It is damaged.
-    """
-    content, data = checkpoint.read()
-    try:
-        tensors = safetensors.torch.load(data)
-        state = {
-            "identity": content["identity"],
-            "random": from_json(content["random"], tensors),
-            "lr_factor": _lr_factor(content["lr_factor"]),
-        }
-        models = [from_json(each, tensors) for each in content["models"]]
-        objects = from_json(content["objects"], tensors)
-    except (
-        safetensors.SafetensorError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        RecursionError,
-    ) as error:
-        msg = f"{checkpoint!r} in {checkpoint.folder} cannot be read: {error!r}"
-        raise StoreError(msg) from error
-    return state, models, objects
-
-
-def _lr_factor(value: Any) -> float:
-    if type(value) is not float or not 0 <= value < math.inf:
-        msg = f"lr_factor {str(value)[:80]}"
-        raise ValueError(msg)
-    return value
-
-
-def _check_between_steps(model: OffloadedModel) -> None:
+def check_between_steps(model: OffloadedModel) -> None:
+    """Raise SessionError if gradients of a step are pending."""
     if model.steps.in_progress:
         msg = (
             f"{model.name} is in the middle of step {model.steps.done + 1}: gradients are pending, and a checkpoint does "

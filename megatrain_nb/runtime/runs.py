@@ -19,6 +19,8 @@ from megatrain_nb.store.checkpoint import write_folder
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# What a session's checkpoint holds of the Trainer's loop, by this name.
+TRAINER = "trainer"
 _POINTER, _STATE = "megatrain.json", "trainer_state.json"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _MAX_POINTER_BYTES = 2**16

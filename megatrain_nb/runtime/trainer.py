@@ -28,7 +28,9 @@ from megatrain_nb.runtime.optimizer import (
     check_kind,
     check_nonfinite,
 )
+from megatrain_nb.runtime.otherstate import set_random_state
 from megatrain_nb.runtime.runs import (
+    TRAINER,
     folder_of,
     folders_in,
     load_state,
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
     from transformers import TrainingArguments
 
+    from megatrain_nb.runtime.saved import Saved
     from megatrain_nb.runtime.session import Session
 
 # The loss that the running micro-batch would have called backward on; every micro-batch has its own context.
@@ -134,6 +137,7 @@ class Trainer(transformers.Trainer):
         self._window: list[tuple[nn.Module, Any, Any]] = []
         self._progress = _Progress(self)
         self._references: dict[Path, str] = {}
+        self._resuming: Saved | None = None
         self.session.controls.save_dir = Path(args.output_dir or "megatrain-saved")
         super().__init__(
             model=model, args=args, optimizers=(optimizer, scheduler), **kwargs
@@ -257,16 +261,19 @@ class Trainer(transformers.Trainer):
             return self._train(None, *args, **kwargs)
         name = self._find_checkpoint(resume_from_checkpoint)
         checkpoints = self.session.saved
-        progress = checkpoints.object_state(name, _Progress.key)
-        with tempfile.TemporaryDirectory() as folder:  # what transformers reads
-            reference = folder_of(Path(folder), checkpoints.get(name).step)
-            write_reference(
-                reference,
-                name=name,
-                offload_dir=self.session.preflight.path,
-                trainer_state=load_state(progress),
-            )
-            return self._train(str(reference), *args, **kwargs)
+        self._resuming = checkpoints.read(name)
+        try:
+            with tempfile.TemporaryDirectory() as folder:  # what transformers reads
+                reference = folder_of(Path(folder), checkpoints.get(name).step)
+                write_reference(
+                    reference,
+                    name=name,
+                    offload_dir=self.session.preflight.path,
+                    trainer_state=load_state(self._resuming.objects.get(TRAINER)),
+                )
+                return self._train(str(reference), *args, **kwargs)
+        finally:
+            self._resuming = None
 
     def _train(self, resume: str | None, *args: Any, **kwargs: Any) -> Any:
         if self._made_state is not None:
@@ -382,7 +389,7 @@ class Trainer(transformers.Trainer):
     @contextmanager
     def _registered(self) -> Iterator[None]:
         """Let the session's checkpoints hold the scheduler's and the loop's state for a while."""
-        mine = {"lr_scheduler": self.lr_scheduler, _Progress.key: self._progress}
+        mine = {"lr_scheduler": self.lr_scheduler, TRAINER: self._progress}
         self.session.register(**mine)
         try:
             yield
@@ -393,22 +400,23 @@ class Trainer(transformers.Trainer):
         self, resume_from_checkpoint: str, model: Any = None
     ) -> None:
         """Do nothing yet: weights come back together with the optimizer, once that is made."""
-        seed = self.session.saved.object_state(
-            read_reference(Path(resume_from_checkpoint))["checkpoint"], _Progress.key
-        )["seed"]
-        torch.manual_seed(seed)  # the order of the data follows from it
+        assert self._resuming is not None
+        # The order of the data follows from it.
+        torch.manual_seed(self._resuming.objects[TRAINER]["seed"])
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             name = read_reference(Path(checkpoint))["checkpoint"]
             with self._registered():
-                self.session.saved.resume(name)
+                self.session.saved.resume(name, saved=self._resuming)
+            assert self._resuming is not None
+            self._resuming = dataclasses.replace(self._resuming, models=[], objects={})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Set the random states once more, where the data are where they were."""
         if checkpoint is not None:
-            name = read_reference(Path(checkpoint))["checkpoint"]
-            self.session.saved.set_random_state(name)
+            assert self._resuming is not None
+            set_random_state(self._resuming.random)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Take no step beyond the last: transformers takes one when a finished run is resumed within an epoch."""
@@ -425,8 +433,6 @@ class Trainer(transformers.Trainer):
 
 class _Progress:
     """Where transformers' loop is: its state, and the losses that it has not logged yet."""
-
-    key = "trainer"
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

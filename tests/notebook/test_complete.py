@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from IPython.core.completer import provisionalcompleter
 
+from megatrain_nb.notebook import complete
 from megatrain_nb.notebook.complete import candidates_for
 from megatrain_nb.notebook.parser import COMMANDS
 
@@ -51,6 +53,21 @@ def test_directories(tmp_path: Path) -> None:
     _, found = candidates_for(f"init --offload-dir {tmp_path}/")
     assert f"{tmp_path}/.hidden/" not in found
     assert candidates_for("init --offload-dir /no/such/place/x")[1] == []
+
+
+def test_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("step-3", "by hand")
+    held = [SimpleNamespace(name=name) for name in names]
+    session = SimpleNamespace(checkpoints=lambda: held)
+    monkeypatch.setattr(complete, "current_session", lambda: session)
+    assert candidates_for("resume ") == ("", ["'by hand'", "step-3"])
+    assert candidates_for("resume st") == ("st", ["step-3"])
+    assert candidates_for("resume step-3 ") == ("", ["--help", "--weights-only"])
+    assert candidates_for("resume --w") == ("--w", ["--weights-only"])
+    monkeypatch.setattr(complete, "current_session", lambda: None)
+    assert candidates_for("resume ") == ("", [])
+    assert candidates_for("clean --che") == ("--che", ["--checkpoints"])
+    assert candidates_for("check") == ("check", ["checkpoints"])
 
 
 def completions(shell: Any, text: str) -> list[str]:

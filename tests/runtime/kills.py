@@ -1,6 +1,6 @@
 """Kill a training process at random moments, let the next one go on, compare with a run that nobody disturbed.
 
-``python -m tests.runtime.kills DIRECTORY --kills 200`` prints what was hit. Every process is a fork of this one,
+``python -m tests.runtime.kills DIRECTORY --kills 200`` prints after each run what was hit so far. Every process is a fork of this one,
 which has imported everything and opened nothing.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 import megatrain_nb as mt
+from megatrain_nb.runtime.dcpread import Folder
 from megatrain_nb.runtime.warmup import load_code
 from tests.runtime.common import snapshot
 from tests.runtime.models import make_model
@@ -71,6 +72,9 @@ def train_loop(directory: Path, place: str, how: str, log: Log) -> None:
             if step == 4 and not (directory / "moved").exists():
                 log.say("export")
                 session.export_checkpoint("last", directory / "moved")
+            if step == 5 and not (directory / "handed").exists():
+                log.say("hand over")
+                mt.export_distributed(directory / "handed")
         log.say("done", digest=digest(run.everything()))
         for each in session.checkpoints():
             session.remove_checkpoint(each.name)
@@ -158,6 +162,11 @@ def check(
     assert found[-1]["digest"] == end
     left = list((directory / "store").iterdir())
     assert not left, left
+    for name in ("moved", "handed"):  # whole, or only the beginning of one
+        whole, begun = directory / name, directory / f".{name}.part"
+        assert not (whole.exists() and begun.exists()), name
+    if (directory / "handed").exists():
+        Folder(directory / "handed")
     return len(steps)
 
 
@@ -169,6 +178,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     load_code()
+    assert callable(mt.export_distributed)  # imports what a fork would have to
     dice = random.Random(options.seed)
     expected: dict[tuple[str, str], tuple[dict[int, Any], str]] = {}
     seconds: dict[str, float] = {}
@@ -196,8 +206,9 @@ def main() -> None:
             assert status in (0, signal.SIGKILL), (how, place, status, found[-3:])
         steps_again += check(directory, found, expected[how, place]) - STEPS
         runs += 1
-    report = {"kills": hit.total(), "runs": runs, "hit while": dict(hit)}
-    print(json.dumps(report | {"steps computed again": steps_again}))
+        report = {"kills": hit.total(), "runs": runs, "hit while": dict(hit)}
+        again = {"steps computed again": steps_again}
+        print(json.dumps(report | again), flush=True)
 
 
 if __name__ == "__main__":

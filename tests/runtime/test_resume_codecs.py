@@ -19,12 +19,12 @@ from megatrain_nb.runtime import chooser
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.checkpoint import read_checkpoints
 from tests.runtime.common import differing, report_of, snapshot, window_step
-from tests.runtime.models import make_model
+from tests.runtime.models import covering, make_model
 from tests.runtime.plain import late_twin
 from tests.runtime.test_checkpoint import opened
 from tests.runtime.test_codecs import WideLM
 from tests.runtime.test_lossless import LOSSLESS, wide
-from tests.runtime.test_resume import Dies, DiesAt, made
+from tests.runtime.test_resume import Dies, DiesAt, made, random_state
 from tests.store.test_checkpoint import make_checksum_fit
 
 if TYPE_CHECKING:
@@ -350,6 +350,71 @@ def trainer_of(path: Path, seed: int = 0, *callbacks: Any, **args: Any) -> Any:
     model = make_model("llama", seed=seed, hidden_size=64, intermediate_size=128)
     args = {"max_steps": 8, "gradient_accumulation_steps": 2} | args
     return made(path, model, seed, args=args, callbacks=[*callbacks])
+
+
+# Every two values of two factors meet: codec, compute dtype, where the bytes lie before and after, and what a run has.
+# Data are shuffled and the checkpoint is in the middle of an epoch throughout; the rate warms up, then is constant or falls.
+MATRIX: dict[str, tuple[Any, ...]] = {
+    "form": tuple(FORMS),
+    "dtype": tuple(DTYPES),
+    "before": tuple(PLACES),
+    "after": tuple(PLACES),
+    "accumulation": (1, 3),
+    "dropout": (0.0, 0.1),
+    "groups": (1, 2),
+    "schedule": ("constant_with_warmup", "cosine"),
+}
+
+
+def trainer_for(path: Path, case: dict[str, Any], seed: int, *callbacks: Any) -> Any:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "dropout": case["dropout"]}
+    model = make_model("llama", seed=seed, **shape)
+    given = {}
+    if case["groups"] == 1:  # transformers makes two, with and without weight decay
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        given = {"optimizers": (optimizer, None)}
+    args = {
+        "max_steps": 8,
+        "save_steps": 3,
+        "logging_steps": 2,
+        "gradient_accumulation_steps": case["accumulation"],
+        "lr_scheduler_type": case["schedule"],
+        "warmup_steps": 2,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+    }
+    dtype = DTYPES[case["dtype"]]
+    return made(
+        path, model, seed, args=args, callbacks=[*callbacks], dtype=dtype, **given
+    )
+
+
+@pytest.mark.parametrize("case", covering(2, 7, MATRIX), ids=str)
+def test_matrix(tmp_path: Path, case: dict[str, Any]) -> None:
+    with session_of(tmp_path / "s1", case["before"], case["form"]):
+        whole = trainer_for(tmp_path / "a", case, 0)
+        whole.train()
+        state = random_state()
+        expected = snapshot(whole.model, whole.streamed_optimizer)
+        codecs = whole.offloaded.adam.codecs
+        assert len(whole.optimizer.param_groups) == case["groups"]
+    with session_of(tmp_path / "s2", case["before"], case["form"]) as session:
+        with pytest.raises(Dies):
+            trainer_for(tmp_path / "b", case, 0, DiesAt(5)).train()
+        assert [each.step for each in session.checkpoints()] == [3]
+    after = session_of(tmp_path / "s2", case["after"], case["form"], max_ram_gb=0.7)
+    with after:
+        other = trainer_for(tmp_path / "b", case, 3)
+        other.train(resume_from_checkpoint=True)
+        assert random_state() == state
+        now = snapshot(other.model, other.streamed_optimizer)
+        assert differing(now, expected) == []
+        assert other.offloaded.adam.codecs == codecs
+        for logged in zip(
+            other.state.log_history[:-1], whole.state.log_history[:-1], strict=True
+        ):
+            ours, theirs = ({**each} for each in logged)
+            assert ours == theirs
 
 
 @pytest.mark.parametrize("form", ["dynamic", "8bit"])
