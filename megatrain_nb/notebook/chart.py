@@ -11,7 +11,7 @@ from megatrain_nb.notebook.layers import best_rate, map_rows, share_in_ram
 from megatrain_nb.notebook.pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY
 
 if TYPE_CHECKING:
-    from megatrain_nb.notebook.progress import Snapshot
+    from megatrain_nb.notebook.snapshot import Snapshot
 
 MIME = "application/vnd.plotly.v1+json"
 _KINDS = {

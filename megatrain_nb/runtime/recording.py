@@ -141,8 +141,6 @@ class Replayed:
     ----------
     recorder
         With its layout, history, totals, and spans if they were recorded.
-    total_steps
-        What the trainer meant to do; None if it did not say.
     tiers
         At the last step: bytes by tier.
     ended
@@ -151,7 +149,6 @@ class Replayed:
 
     def __init__(self) -> None:
         self.recorder = Recorder(clock=lambda: 0.0)
-        self.total_steps: int | None = None
         self.tiers: dict[str, TierStatus] = {}
         self.ended = False
 
@@ -194,7 +191,7 @@ def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> No
     if kind == "layout":
         recorder.on_layout(Layout.from_json(fields))
     elif kind == "begin":
-        found.total_steps = fields["total_steps"]
+        recorder.on_train_begin(fields["total_steps"])
     elif kind == "span":
         recorder.spans.append(Span(**fields))
     elif kind == "end":
@@ -205,6 +202,7 @@ def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> No
         found.tiers = {name: TierStatus(*each) for name, each in tiers.items()}
         row = StepRow.from_json(fields)
         recorder.history.append(row)
+        recorder.num_done += row.count
         for name, values in (
             ("hit", row.hits), ("late", row.late), ("miss", row.misses), ("stall_s", row.stall_s),
         ):  # fmt: skip
