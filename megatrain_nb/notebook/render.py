@@ -63,6 +63,7 @@ _EDGE = "rgba(128,128,128,.35)"
 _FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
 _CODE_FONT = "var(--jp-code-font-family, monospace)"
 _MAX_CODE = 90
+_MAX_METRICS = 4
 _NUMBERS = "font-variant-numeric:tabular-nums"
 
 
@@ -150,7 +151,9 @@ def _loss(snap: Snapshot) -> str:
     if len(snap.losses) < 2:
         return head
     (x0, y0), (x1, y1) = snap.losses[0], snap.losses[-1]
-    source = svg_address(curves([(BLUE, snap.losses)]))
+    found = [(step, each.get("eval_loss", math.nan)) for step, each in snap.evaluations]
+    evaluated = [(x, y) for x, y in found if math.isfinite(y)]
+    source = svg_address(curves([(BLUE, snap.losses), (ORANGE, evaluated)]))
     told = f"Loss from {y0:.3g} at step {x0} to {y1:.3g} at step {x1}"
     lowest = number(min(y for _, y in snap.losses))
     ends = between(f"step {x0}: {number(y0)}", f"lowest {lowest}", f"step {x1}")
@@ -171,6 +174,9 @@ def _figures(snap: Snapshot) -> str:
     if snap.rows and math.isfinite(snap.rows[-1].lr):
         rate = number(snap.rows[-1].lr)
         rows.append(("Learning rate", rate, _small_curve(snap, "lr", "Learning rate")))
+    for name, value, step in snap.evaluated[:_MAX_METRICS]:
+        label = f"Evaluation, {_html.escape(name)}"
+        rows.append((label, number(value), f"at step {step}"))
     if snap.step != snap.num_done:
         rows.append(("Step of this model", str(snap.step), ""))
     cells = "".join(

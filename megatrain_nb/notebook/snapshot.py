@@ -41,6 +41,8 @@ class Snapshot:
         The model's blocks, and where their bytes are; None if not known.
     rows
         The steps, oldest first; at most 192 rows.
+    evaluations
+        Step and metrics of the last evaluations.
     bandwidth
         The last minute, see `Recorder.bandwidth`.
     totals
@@ -62,6 +64,7 @@ class Snapshot:
     layout: Layout | None = None
     now: Now | None = None
     rows: list[StepRow] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     bandwidth: list[tuple[float, float, float, float]] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
     probed: tuple[float, float] | None = None
@@ -87,6 +90,18 @@ class Snapshot:
     def losses(self) -> list[tuple[int, float]]:
         """``(step, loss)`` pairs so far; finite."""
         return [(row.step, row.loss) for row in self.rows if math.isfinite(row.loss)]
+
+    @property
+    def evaluated(self) -> list[tuple[str, float, int]]:
+        """Name, value and step of what the last evaluation found; without what it says of its own speed."""
+        if not self.evaluations:
+            return []
+        step, metrics = self.evaluations[-1]
+        return [
+            (name.removeprefix("eval_").replace("_", " "), value, step)
+            for name, value in metrics.items()
+            if name != "epoch" and not name.endswith(("_runtime", "_per_second"))
+        ]
 
     @property
     def recent(self) -> list[StepRow]:
@@ -141,6 +156,7 @@ def fill(snap: Snapshot, recorder: Recorder) -> Snapshot:
     snap.layout = recorder.layout
     snap.now = recorder.now()
     snap.rows = recorder.rows()
+    snap.evaluations = list(recorder.evaluations)
     snap.bandwidth = recorder.bandwidth()
     snap.totals = dict(recorder.totals)
     if snap.state in (*ENDED, RECORDED):

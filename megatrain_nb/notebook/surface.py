@@ -96,11 +96,13 @@ def open_surface(
         return None
     if mode == "text":
         return LineSurface if sys.stdout.isatty() else TextSurface
+    _render()  # now: later the cell's own imports compete for the interpreter
     if mode == "html":
         return HtmlSurface
     hint = "" if returns else why_no_buttons(awaited=awaited)
     if hint:
         return lambda: HtmlSurface(hint)
+    importlib.import_module("megatrain_nb.notebook.panel")
     return lambda: WidgetSurface(watch, reserve_chart=returns)
 
 

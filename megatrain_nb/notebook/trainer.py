@@ -61,7 +61,7 @@ class Trainer(trainer.Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the runtime's Trainer does, and show it."""
         CLAIM.check()  # a view of another thread's training stays as it is
-        with shown(self.session, self.display, quiet=self.args.disable_tqdm):
+        with shown(self.session, self.display, quiet=bool(self.args.disable_tqdm)):
             return super().train(*args, **kwargs)
 
 
@@ -111,6 +111,7 @@ def _mode(display: str | None, *, quiet: bool) -> str:
     module = sys.modules.get("IPython")  # a script need not import it to be asked
     shell = module.get_ipython() if module else None
     if mode == "auto":
-        in_kernel = shell is not None and hasattr(shell, "kernel")
-        return display_mode(shell, mode) if in_kernel and not quiet else "none"
+        if shell is None or not hasattr(shell, "kernel") or quiet:
+            return "none"
+        return display_mode(shell, mode)
     return mode if mode == "none" or shell is not None else "text"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.residency import Now
 
 MAX_SPANS = 20_000
+MAX_EVALUATIONS = 200
 BIN_S = 0.5
 NUM_BINS = 120
 
@@ -49,6 +50,8 @@ class Recorder(Callback):
         The model that trains; None before the first.
     history
         All steps so far.
+    evaluations
+        Step and metrics of the last 200 evaluations.
     spans
         The last 20,000 spans.
     totals
@@ -76,6 +79,9 @@ class Recorder(Callback):
     ) -> None:
         self.layout: Layout | None = None
         self.history = History()
+        self.evaluations: deque[tuple[int, dict[str, float]]] = deque(
+            maxlen=MAX_EVALUATIONS
+        )
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.totals: dict[str, float] = dict.fromkeys(
             (*OUTCOMES, "stall_s", "read_bytes", "written_bytes"), 0
@@ -147,6 +153,12 @@ class Recorder(Callback):
                 if self._tiers is not None:
                     fields["tiers"] = self._tiers()
                 self._tell("step", fields)
+
+    def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the result of an evaluation in."""
+        with self._lock:
+            self.evaluations.append((step, metrics))
+            self._tell("evaluate", {"step": step, "metrics": metrics})
 
     def on_train_end(self) -> None:
         """Note that nothing computes any more."""

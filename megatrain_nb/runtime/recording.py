@@ -1,7 +1,7 @@
 """A run in a file: JSON lines while it goes, read back for a picture, and the trace format of browsers.
 
 Each line is an object with one key that says what it is: ``recording`` (the first line: the format), ``layout``,
-``begin``, ``step`` (the sums of one step), ``span`` (if asked for), ``end``. Times are in seconds from the start
+``begin``, ``step`` (the sums of one step), ``evaluate``, ``span`` (if asked for), ``end``. Times are in seconds from the start
 of the recording.
 """
 
@@ -192,6 +192,8 @@ def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> No
         recorder.on_layout(Layout.from_json(fields))
     elif kind == "begin":
         recorder.on_train_begin(fields["total_steps"])
+    elif kind == "evaluate":
+        recorder.on_evaluate(fields["step"], fields["metrics"])
     elif kind == "span":
         recorder.spans.append(Span(**fields))
     elif kind == "end":

@@ -57,6 +57,9 @@ class Surface:
 
     finish = show
 
+    def clear(self) -> None:
+        self.drawn = 0
+
 
 @pytest.mark.usefixtures("benchmarking")
 def test_overhead(tmp_path: Path) -> None:

@@ -126,6 +126,18 @@ def test_what_the_cell_does_before_it_trains_is_told() -> None:
     )
 
 
+def test_evaluations_are_shown() -> None:
+    found = {"eval_loss": 3.25, "eval_top_k": 0.5, "eval_runtime": 9.0, "epoch": 1.0}
+    snap = replace(FULL, evaluations=[(20, {"eval_loss": 4.0}), (37, found)])
+    shown = text_of(page(snap))
+    assert "Evaluation, loss at step 37 3.250" in shown
+    assert "Evaluation, top k at step 37 0.5000" in shown
+    assert "runtime" not in shown
+    source = parse(page(snap)).images[0]["src"] or ""
+    drawn = base64.b64decode(source.partition("base64,")[2]).decode()
+    assert drawn.count("<polyline") == 2
+
+
 def test_unknown_numbers_are_a_dash() -> None:
     snap = Snapshot(state="training", num_done=3, rows=[StepRow(step=3)])
     assert math.isnan(snap.loss)

@@ -63,9 +63,9 @@ def test_one_step_is_enough_for_an_estimate() -> None:
 
 def test_a_plain_loop_has_no_end_in_sight() -> None:
     recorder = Recorder(clock=Clock())
-    assert not recorder.trains
+    began = [recorder.trains]
     recorder.on_step_end(step_result(7))
-    assert recorder.trains
+    assert [*began, recorder.trains] == [False, True]
     snap = snapshot_of(recorder)
     seen = (snap.step, snap.num_done, snap.total_steps, snap.left_s)
     assert seen == (7, 1, None, None)
