@@ -30,7 +30,8 @@ from megatrain_nb.notebook.parser import (
 )
 from megatrain_nb.notebook.runs import Runs
 from megatrain_nb.notebook.surface import display_mode, open_surface
-from megatrain_nb.notebook.view import Watch, current_session
+from megatrain_nb.notebook.view import Watch
+from megatrain_nb.runtime.current import current_session
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -31,14 +31,6 @@ IN_CELL: ContextVar[bool] = ContextVar("in_cell", default=False)
 _FIRST_S = 0.4  # a cell that ends sooner, and trains nothing, shows nothing
 
 
-def current_session() -> Session | None:
-    """Return the open session without importing the runtime (and torch) to ask for it."""
-    module = sys.modules.get("megatrain_nb.runtime.session")
-    find = getattr(module, "current_session", None)
-    session: Session | None = find() if find else None
-    return session
-
-
 class Watch:
     """Listens to the sessions of one run, and says what is known at a moment.
 
