@@ -453,8 +453,8 @@ def test_interrupt_stops_after_a_whole_step(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, f"s = %megatrain {INIT}")
-    interrupt_after(0.3)
-    result = run(shell, "%%megatrain\ns.train()")
+    shell.user_ns["interrupt_after"] = interrupt_after
+    result = run(shell, "%%megatrain\ninterrupt_after(0.5)\ns.train()")
     session = shell.user_ns["s"]
     assert isinstance(result.error_in_exec, Interrupted)
     told = f"Interrupted: after step {session.step}: the model is as after step {session.step}"
@@ -481,8 +481,8 @@ def test_a_second_interrupt_breaks_off(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, f"s = %megatrain {INIT}")
-    interrupt_after(0.2, 0.4)
-    body = "import time\ns.train(3)\nwhile True:\n    time.sleep(0.01)"
+    shell.user_ns["interrupt_after"] = interrupt_after
+    body = "import time\ns.train(3)\ninterrupt_after(0.1, 0.5)\nwhile True:\n    time.sleep(0.01)"
     result = run(shell, f"%%megatrain\n{body}")
     assert isinstance(result.error_in_exec, Interrupted)
     assert "broken off after step 3" in capsys.readouterr().out
