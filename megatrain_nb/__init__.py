@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.notebook.explore import explore
     from megatrain_nb.notebook.replay import replay
+    from megatrain_nb.notebook.trainer import Trainer
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.planner import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.recording import export_trace, record
     from megatrain_nb.runtime.session import Session
     from megatrain_nb.runtime.takeover import import_distributed
-    from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
     from megatrain_nb.store.cleanup import cleanup
 
@@ -63,7 +63,7 @@ _LAZY = {
     "Plan": "plan.planner",
     "Session": "runtime.session",
     "StepResult": "runtime.callbacks",
-    "Trainer": "runtime.trainer",
+    "Trainer": "notebook.trainer",
     "cleanup": "store.cleanup",
     "current_session": "runtime.current",
     "estimate": "runtime.forecast",

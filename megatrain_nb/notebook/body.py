@@ -8,11 +8,13 @@ import contextlib
 import contextvars
 import ctypes
 import inspect
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.displayhook import DisplayHook
 
+from megatrain_nb.notebook.view import IN_CELL
 from megatrain_nb.runtime.claim import CLAIM
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Body:
         self._stopped: Session | None = None
         self._lock = threading.Lock()
         self._ended = False
+        self._lines = [header, *source.splitlines()]
         try:
             self._codes, self._filename = _compile(shell, header, source)
         except SyntaxError as error:
@@ -72,6 +75,15 @@ class Body:
     def running(self) -> bool:
         """Whether the thread lives."""
         return self._thread.is_alive()
+
+    def doing(self) -> str:
+        """Return the line of the cell that runs now, as it is written; empty if that is not known."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        while frame is not None and frame.f_code.co_filename != self._filename:
+            frame = frame.f_back
+        if frame is None or not 0 < frame.f_lineno <= len(self._lines):
+            return ""
+        return f"line {frame.f_lineno}: {self._lines[frame.f_lineno - 1].strip()}"
 
     def stop(self, session: Session) -> None:
         """Ask the session to stop what trains in this body."""
@@ -103,6 +115,7 @@ class Body:
         raise error
 
     def _run(self) -> None:
+        IN_CELL.set(True)
         try:
             with CLAIM.held("a %%megatrain cell"):
                 self.value = self._evaluate()

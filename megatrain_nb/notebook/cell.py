@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatrain_nb.notebook.body import Body
-    from megatrain_nb.notebook.progress import Snapshot
+    from megatrain_nb.notebook.snapshot import Snapshot
     from megatrain_nb.notebook.surface import Surface
     from megatrain_nb.runtime.controls import Controls
 
@@ -198,11 +198,11 @@ class Run:
         as_asked = error is None or isinstance(error, KeyboardInterrupt)
         controls = self._watch.controls
         if as_asked and self._stop_s is not None:
-            self._watch.state = "interrupted"
+            self._watch.end("interrupted")
         elif as_asked and controls is not None and controls.was_stopped:
-            self._watch.state = "stopped"
+            self._watch.end("stopped")
         else:
-            self._watch.state = "done" if error is None else "failed"
+            self._watch.end("done" if error is None else "failed")
         if self._watch.state == "failed" and self.in_background:
             self._watch.note = f"{type(error).__name__}: {error}"
         if controls is not None:
@@ -230,7 +230,7 @@ class Run:
                 f"but the cell's code still runs, {STOP_WAIT_S:.0f} s later; it stops at the "
                 "next block of a model; if that never comes, restart the kernel"
             )
-        step = self._watch.progress.step
+        step = self._watch.snapshot().step
         if self._num_handled > 1:
             return (
                 f"broken off after step {step}; the step in progress may be half done"

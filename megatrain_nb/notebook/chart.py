@@ -11,7 +11,7 @@ from megatrain_nb.notebook.layers import best_rate, map_rows, share_in_ram
 from megatrain_nb.notebook.pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY
 
 if TYPE_CHECKING:
-    from megatrain_nb.notebook.progress import Snapshot
+    from megatrain_nb.notebook.snapshot import Snapshot
 
 MIME = "application/vnd.plotly.v1+json"
 _KINDS = {
@@ -115,7 +115,7 @@ def _maps(snap: Snapshot) -> list[dict[str, Any]]:
             "x": [row.step for row in shown],
             "y": list(snap.layout.blocks),
             "z": np.round(values.astype(float), 3).tolist(),
-            "colorscale": [[0, "rgba(128,128,128,.12)"], [1, colour]],
+            "colorscale": [[0, _faint(colour)], [1, colour]],
             "zmin": 0,
             "zmax": top,
             "showscale": False,
@@ -127,6 +127,12 @@ def _maps(snap: Snapshot) -> list[dict[str, Any]]:
             ("waiting", wait, ORANGE, max(float(wait.max()), 1e-3), "%{y}, step %{x}: %{z} ms", 6),
         )
     ]  # fmt: skip
+
+
+def _faint(colour: str) -> str:
+    """Return a colour that a light and a dark page show through."""
+    red, green, blue = bytes.fromhex(colour[1:])
+    return f"rgba({red},{green},{blue},.08)"
 
 
 def _timeline(snap: Snapshot) -> list[dict[str, Any]]:
@@ -211,5 +217,7 @@ def _layout(snap: Snapshot) -> dict[str, Any]:
     order = {"autorange": "reversed", "type": "category", "showticklabels": False}
     for number in (5, 6):
         layout[f"yaxis{number}"].update(order)
+        layout[f"xaxis{number}"]["showgrid"] = False  # it would lie on the map
+        layout[f"yaxis{number}"].update(showgrid=False, ticks="")
     layout["yaxis7"].update(order, categoryarray=blocks, categoryorder="array")
     return layout

@@ -29,7 +29,7 @@ from megatrain_nb.notebook.pictures import (
     strip,
     svg_address,
 )
-from megatrain_nb.notebook.progress import NUM_RECENT
+from megatrain_nb.notebook.snapshot import NUM_RECENT
 from megatrain_nb.plan.timeline import HIT, LATE, MISS
 from megatrain_nb.units import format_bytes, format_seconds
 
@@ -39,9 +39,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from megatrain_nb.notebook.snapshot import Snapshot
     from megatrain_nb.plan.history import StepRow
     from megatrain_nb.plan.layout import Layout
-    from megatrain_nb.runtime.recorder import Now
+    from megatrain_nb.runtime.residency import Now
 
 _ON_DISK = "rgba(128,128,128,.35)"
 _MAP_STEPS = 64
@@ -174,51 +175,58 @@ def slowest(layout: Layout, rows: Sequence[StepRow]) -> str:
     )
 
 
-def disk(
-    layout: Layout | None,
-    rows: Sequence[StepRow],
-    bandwidth: Sequence[tuple[float, float, float, float]],
-    totals: dict[str, float],
-) -> str:
-    """Return what the disk moved in the last minute, beside the best that it has shown."""
-    if not rows or not totals.get("read_bytes", 0) + totals.get("written_bytes", 0):
+def disk(snap: Snapshot) -> str:
+    """Return what the disk moved in the last minute, beside the best that it has shown and what a probe measured."""
+    totals = snap.totals
+    if not totals.get("read_bytes", 0) + totals.get("written_bytes", 0):
         return ""
-    recent = rows[-NUM_RECENT:]
+    recent = snap.rows[-NUM_RECENT:]
     best = best_rate(recent)
-    wall = sum(row.wall_s for row in recent) or 1.0
-    lines: list[tuple[str, str]] = []
-    for colour, name, moved, busy in (
-        (BLUE, "read", "read_bytes", "read_busy_s"),
-        (ORANGE, "written", "written_bytes", "write_busy_s"),
-    ):
-        num_bytes = sum(getattr(row, moved) for row in recent)
-        busy_s = sum(getattr(row, busy) for row in recent)
-        rate = f"<b>{_rate(num_bytes / wall)}</b>"
-        while_busy = f"{_rate(num_bytes / busy_s)} while busy" if busy_s else "idle"
-        lines.append(
-            (colour, f'{name} {rate} <span style="{MUTED}">{while_busy}</span>')
-        )
-    link_s = sum(row.link_s for row in recent)
-    if link_s:
-        rate = _rate(sum(row.link_bytes for row in recent) / link_s)
-        lines.append((GREEN, f"link <b>{rate}</b>"))
     total = (
         f"{format_bytes(totals['read_bytes'])} read and "
         f"{format_bytes(totals['written_bytes'])} written so far"
     )
     return (
         f"{title('Disk, the last minute', f'best seen {_rate(best)}' if best else '')}"
-        f"{_bandwidth(bandwidth, best)}"
-        f"{legend(lines)}"
-        f"{_planned(layout, recent)}"
+        f"{_bandwidth(snap.bandwidth, best)}"
+        f"{legend(_rates(recent, snap.probed))}"
+        f"{_planned(snap.layout, recent)}"
         f'<div style="{MUTED}">{total}</div>'
     )
+
+
+def _rates(
+    rows: Sequence[StepRow], probed: tuple[float, float] | None
+) -> list[tuple[str, str]]:
+    """Return colour and text of each direction: bytes/s of these steps, and while the disk was at it."""
+    wall = sum(row.wall_s for row in rows)
+    if not wall:
+        return []
+    lines: list[tuple[str, str]] = []
+    for index, (colour, name, moved, busy) in enumerate(
+        (
+            (BLUE, "read", "read_bytes", "read_busy_s"),
+            (ORANGE, "written", "written_bytes", "write_busy_s"),
+        )
+    ):
+        num_bytes = sum(getattr(row, moved) for row in rows)
+        busy_s = sum(getattr(row, busy) for row in rows)
+        rate = f"<b>{_rate(num_bytes / wall)}</b>"
+        beside = f"{_rate(num_bytes / busy_s)} while busy" if busy_s else "idle"
+        if probed is not None:
+            beside += f", probe {_rate(probed[index])}"
+        lines.append((colour, f'{name} {rate} <span style="{MUTED}">{beside}</span>'))
+    link_s = sum(row.link_s for row in rows)
+    if link_s:
+        rate = _rate(sum(row.link_bytes for row in rows) / link_s)
+        lines.append((GREEN, f"link <b>{rate}</b>"))
+    return lines
 
 
 def _planned(layout: Layout | None, rows: Sequence[StepRow]) -> str:
     """Return the bytes of a step beside those of the plan."""
     count = sum(row.count for row in rows)
-    if layout is None or not any(layout.planned_bytes):
+    if layout is None or not count or not any(layout.planned_bytes):
         return ""
     moved = (
         sum(row.read_bytes for row in rows) / count,

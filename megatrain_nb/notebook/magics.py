@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,14 +29,7 @@ from megatrain_nb.notebook.parser import (
     parse_line,
 )
 from megatrain_nb.notebook.runs import Runs
-from megatrain_nb.notebook.surface import (
-    NO_BUTTONS,
-    HtmlSurface,
-    TextSurface,
-    WidgetSurface,
-    display_mode,
-    kernel_awaits,
-)
+from megatrain_nb.notebook.surface import display_mode, open_surface
 from megatrain_nb.notebook.view import Watch
 from megatrain_nb.runtime.current import current_session
 
@@ -45,7 +39,6 @@ if TYPE_CHECKING:
 
     from IPython.core.interactiveshell import InteractiveShell
 
-    from megatrain_nb.notebook.surface import Surface
     from megatrain_nb.runtime.session import Session
 
 Result = TypeVar("Result")
@@ -66,6 +59,8 @@ _COMMANDS = {
 _LAST_INIT = "megatrain_nb/last_init"
 _CALL = "get_ipython().run_cell_magic('megatrain', "
 _AWAITED_CALL = "await get_ipython().run_cell_magic('megatrain_awaited', "
+_EMPTY_BODY = ", '')\n"
+_ASKED = re.compile(r"^(\s*%megatrain\s+\w+)\s*\?{1,2}\s*$")
 
 
 def load(shell: InteractiveShell) -> None:
@@ -73,6 +68,7 @@ def load(shell: InteractiveShell) -> None:
     unload(shell)
     magics = MegatrainMagics(shell)
     shell.register_magics(magics)
+    shell.input_transformers_cleanup.append(ask_for_help)
     shell.input_transformers_post.append(magics.await_cell)
     shell.Completer.custom_matchers.append(complete.match)
     shell.events.register("pre_execute", magics.enter_cell)
@@ -87,10 +83,18 @@ def unload(shell: InteractiveShell) -> None:
     for kind, names in MegatrainMagics.magics.items():
         for name in names:
             shell.magics_manager.magics[kind].pop(name, None)
+    shell.input_transformers_cleanup.remove(ask_for_help)
     shell.input_transformers_post.remove(magics.await_cell)
     shell.Completer.custom_matchers.remove(complete.match)
     shell.events.unregister("pre_execute", magics.enter_cell)
     shell.events.unregister("post_execute", magics.leave_cell)
+
+
+def ask_for_help(lines: list[str]) -> list[str]:
+    """Rewrite ``%megatrain status?`` to ``%megatrain status --help``; IPython would look for ``status``."""
+    if len(lines) == 1:
+        return [_ASKED.sub(r"\1 --help", lines[0])]
+    return lines
 
 
 @magics_class
@@ -111,7 +115,7 @@ class MegatrainMagics(Magics):
         if cell is not None:
             run = self._new_run(line, cell, awaited=False)
             return run.finish() if run and not run.in_background else run
-        return _short_errors(lambda: self._command(line))
+        return _helped(lambda: self._command(line))
 
     @cell_magic
     async def megatrain_awaited(self, line: str, cell: str) -> object:
@@ -121,7 +125,8 @@ class MegatrainMagics(Magics):
 
     def await_cell(self, lines: list[str]) -> list[str]:
         """Rewrite a ``%%megatrain`` cell so that it is awaited, where that is possible."""
-        if lines and lines[0].startswith(_CALL) and self._can_await():
+        empty = "".join(lines).endswith(_EMPTY_BODY)  # IPython says so, of this name
+        if lines and lines[0].startswith(_CALL) and not empty and self._can_await():
             return [_AWAITED_CALL + lines[0].removeprefix(_CALL), *lines[1:]]
         return lines
 
@@ -150,7 +155,7 @@ class MegatrainMagics(Magics):
 
     def _new_run(self, line: str, cell: str, *, awaited: bool) -> Run | None:
         """Return a run, which has begun if it is one in the background; None where only help was asked for."""
-        args = _short_errors(lambda: parse_cell_line(line))
+        args = _helped(lambda: parse_cell_line(line))
         if args is None:
             return None
         if self._run is not None and self._run.running:
@@ -159,29 +164,15 @@ class MegatrainMagics(Magics):
                 "wait for it to end, or restart the kernel"
             )
             raise UsageError(msg)
-        mode = display_mode(self._shell, args.display)
+        mode = _one_line_errors(lambda: display_mode(self._shell, args.display))
         body = Body(self._shell, f"%%megatrain {line}".rstrip(), cell)
-        watch = Watch(shown=mode != "none")
-        surface = self._surface(mode, watch, args, awaited=awaited)
+        watch = Watch(shown=mode != "none", doing=body.doing)
+        surface = open_surface(mode, watch, awaited=awaited, returns=args.background)
         run = self._run = Run(body, watch, surface, in_background=args.background)
         if run.in_background:
             self._runs.append(run)
             run.start()
         return run
-
-    def _surface(
-        self, mode: str, watch: Watch, args: Namespace, *, awaited: bool
-    ) -> Callable[[], Surface] | None:
-        """Return what opens the place to draw on; None draws nothing."""
-        if mode == "none":
-            return None
-        if mode == "text":
-            return TextSurface
-        if mode == "widget" and (args.background or (awaited and kernel_awaits())):
-            return lambda: WidgetSurface(watch, reserve_chart=args.background)
-        if mode == "widget":
-            watch.note = NO_BUTTONS
-        return HtmlSurface
 
     def _init(self, args: Namespace) -> object:
         options = {
@@ -265,12 +256,18 @@ def _open_session() -> Session:
     return session
 
 
-def _short_errors(call: Callable[[], Result]) -> Result | None:
-    """Call, and show our own errors as one line, and help as what it is."""
+def _helped(call: Callable[[], Result]) -> Result | None:
+    """Call, and show help as what it is."""
     try:
-        return call()
+        return _one_line_errors(call)
     except HelpAsked as help_text:
         print(help_text)
+    return None
+
+
+def _one_line_errors(call: Callable[[], Result]) -> Result:
+    """Call, and show our own errors as one line."""
+    try:
+        return call()
     except MegatrainError as error:
         raise UsageError(" ".join(str(error).split())) from None
-    return None

@@ -32,6 +32,12 @@ Interrupting the kernel stops it with the model as after the last whole step.
 `%megatrain COMMAND --help` says more; `x = %megatrain status` keeps the result."""
 
 
+_CELL_EPILOG = """\
+The view shows every layer, what the disk does, and where the time goes. Its buttons pause,
+stop and save while the cell runs. Interrupting the kernel stops at the next block, with the
+model as after the last whole step."""
+
+
 class HelpAsked(Exception):  # noqa: N818 - not an error: the text is what was asked for
     """``--help`` was given; the message is the help text."""
 
@@ -71,6 +77,8 @@ def parse_line(line: str) -> argparse.Namespace:
     if not words or words[0] in ("-h", "--help"):
         return argparse.Namespace(command="help")
     command = words[0]
+    if command == "train" and {"-h", "--help"} & set(words):
+        raise HelpAsked(_cell_help())
     if command == "train":
         msg = "train runs a whole cell: write %%megatrain on the cell's first line"
         raise UsageError(msg)
@@ -87,8 +95,8 @@ def parse_line(line: str) -> argparse.Namespace:
 def parse_cell_line(line: str) -> argparse.Namespace:
     """Return the options of a ``%%megatrain`` cell's first line; raises as ``parse_line`` does."""
     words = _split(line)
-    if words and words[-1] in ("-h", "--help"):
-        raise HelpAsked(overview())
+    if {"-h", "--help"} & set(words):
+        raise HelpAsked(_cell_help())
     if words[:1] in ([], ["train"]) or words[0].startswith("--"):
         options = words[1:] if words[:1] == ["train"] else words
         _check_options(_CELL, options, CELL_OPTIONS)
@@ -97,6 +105,10 @@ def parse_cell_line(line: str) -> argparse.Namespace:
     if words[0] in COMMANDS:
         msg += f"; for this command write %megatrain {words[0]} in a cell of its own"
     raise UsageError(msg)
+
+
+def _cell_help() -> str:
+    return _CELL.format_help().rstrip()
 
 
 def options_of(command: str) -> list[str]:
@@ -251,7 +263,11 @@ def _nearest(word: str, known: list[str]) -> str:
 
 
 def _cell() -> _Parser:
-    cell = _Parser(prog="%%megatrain train")
+    cell = _Parser(
+        prog="%%megatrain train",
+        description="run the cell's code, and show what it trains; 'train' may be left out",
+        epilog=_CELL_EPILOG,
+    )
     cell.add_argument(
         "--background",
         action="store_true",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatrain_nb.plan.layout import Layout
-    from megatrain_nb.runtime.recorder import Now
+    from megatrain_nb.runtime.residency import Now
 
 # Okabe and Ito's colours in mid tones, which colour-blind readers tell apart.
 BLUE, SKY, ORANGE, PINK, GREEN, RED, GREY = (

@@ -33,11 +33,11 @@ from megatrain_nb.notebook.pictures import (
     curves,
     svg_address,
 )
-from megatrain_nb.notebook.progress import NUM_RECENT
+from megatrain_nb.notebook.snapshot import NUM_RECENT
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from megatrain_nb.notebook.progress import Snapshot
+    from megatrain_nb.notebook.snapshot import Snapshot
     from megatrain_nb.runtime.status import TierStatus
 
 _CAUSES = {
@@ -48,7 +48,7 @@ _CAUSES = {
 }
 _TIERS = {"device": "Device", "ram": "RAM", "disk": "Disk"}
 _STATES = {
-    "waiting": ("waiting for the first step", GREY),
+    "waiting": ("starting", GREY),
     "training": ("training", BLUE),
     "paused": ("paused; nothing computes", ORANGE),
     "finishing": ("stopping after this step", ORANGE),
@@ -61,6 +61,9 @@ _STATES = {
 }
 _EDGE = "rgba(128,128,128,.35)"
 _FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
+_CODE_FONT = "var(--jp-code-font-family, monospace)"
+_MAX_CODE = 90
+_MAX_METRICS = 4
 _NUMBERS = "font-variant-numeric:tabular-nums"
 
 
@@ -76,13 +79,16 @@ def text_line(snap: Snapshot) -> str:
             parts.append(f"{format_count(snap.tokens_per_s)} tokens/s")
         parts.append(f"{format_seconds(_step_s(snap))} per step")
     parts.append(f"{_clock(snap.elapsed_s)} elapsed")
-    if snap.left_s is not None and snap.state == "training":
-        parts.append(f"about {_clock(snap.left_s)} left")
+    left_s = snap.left_s
+    if left_s is not None and snap.state == "training":
+        parts.append(f"about {_clock(left_s)} left")
     parts += [
         f"{_TIERS.get(n, n)} {format_bytes(t.used_bytes)} ({_peak_text(t)})"
         for n, t in snap.tiers.items()
     ]
     state = "" if snap.state == "training" else f" ({_STATES[snap.state][0]})"
+    if snap.state == "waiting" and snap.doing:
+        state = f" (starting; {snap.doing})"
     return f"{_position(snap)}{state}: {', '.join(parts)}"
 
 
@@ -91,16 +97,12 @@ def page(snap: Snapshot) -> str:
     body = [_head(snap)]
     if snap.layout is not None and snap.now is not None:
         body.append(card(layer_strip(snap.layout, snap.now)))
-    if snap.step:
+    if snap.rows:
         body.append(columns(_loss(snap), _figures(snap)))
     lower = [_step_time(snap), prefetch(snap.layout, snap.rows, snap.totals)]
     body.append(columns(*lower))
     body.append(columns(*maps(snap.layout, snap.rows)))
-    body.append(
-        columns(
-            disk(snap.layout, snap.rows, snap.bandwidth, snap.totals), _memory(snap)
-        )
-    )
+    body.append(columns(disk(snap), _memory(snap)))
     if snap.said:
         body.append(
             f'<div style="margin-top:10px;{MUTED}">{_html.escape(snap.said)}</div>'
@@ -114,9 +116,16 @@ def page(snap: Snapshot) -> str:
 
 def _head(snap: Snapshot) -> str:
     label, colour = _STATES[snap.state]
+    if snap.state == "waiting" and snap.doing:
+        line, _, code = snap.doing.partition(": ")
+        label = (
+            f'{line}: <span style="font-family:{_CODE_FONT}">'
+            f"{_html.escape(code[:_MAX_CODE])}</span>"
+        )
     times = f"{_clock(snap.elapsed_s)} elapsed"
-    if snap.left_s is not None and snap.state in ("training", "stopping"):
-        times += f" &middot; about {_clock(snap.left_s)} left"
+    left_s = snap.left_s
+    if left_s is not None and snap.state in ("training", "stopping"):
+        times += f" &middot; about {_clock(left_s)} left"
     dot = (
         f'<span style="display:inline-block;width:9px;height:9px;border-radius:5px;'
         f'margin-right:6px;background-color:{colour}"></span>'
@@ -142,7 +151,9 @@ def _loss(snap: Snapshot) -> str:
     if len(snap.losses) < 2:
         return head
     (x0, y0), (x1, y1) = snap.losses[0], snap.losses[-1]
-    source = svg_address(curves([(BLUE, snap.losses)]))
+    found = [(step, each.get("eval_loss", math.nan)) for step, each in snap.evaluations]
+    evaluated = [(x, y) for x, y in found if math.isfinite(y)]
+    source = svg_address(curves([(BLUE, snap.losses), (ORANGE, evaluated)]))
     told = f"Loss from {y0:.3g} at step {x0} to {y1:.3g} at step {x1}"
     lowest = number(min(y for _, y in snap.losses))
     ends = between(f"step {x0}: {number(y0)}", f"lowest {lowest}", f"step {x1}")
@@ -163,6 +174,9 @@ def _figures(snap: Snapshot) -> str:
     if snap.rows and math.isfinite(snap.rows[-1].lr):
         rate = number(snap.rows[-1].lr)
         rows.append(("Learning rate", rate, _small_curve(snap, "lr", "Learning rate")))
+    for name, value, step in snap.evaluated[:_MAX_METRICS]:
+        label = f"Evaluation, {_html.escape(name)}"
+        rows.append((label, number(value), f"at step {step}"))
     if snap.step != snap.num_done:
         rows.append(("Step of this model", str(snap.step), ""))
     cells = "".join(
@@ -274,6 +288,8 @@ def _peak_text(tier: TierStatus) -> str:
 
 
 def _position(snap: Snapshot) -> str:
+    if snap.state == "waiting":
+        return "Starting"
     if snap.total_steps:
         return f"Step {snap.num_done} of {snap.total_steps}"
     return f"Step {snap.step}"

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.notebook import chart, render
-from megatrain_nb.notebook.progress import Progress, Snapshot
-from megatrain_nb.notebook.view import fill
-from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.notebook.snapshot import RECORDED, Snapshot, fill
 from megatrain_nb.runtime.recording import Replayed, load
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from megatrain_nb.plan.history import StepRow
 
 
 class Replay:
@@ -59,33 +55,9 @@ def replay(path: str | Path) -> Replay:
 
 
 def _snapshot(found: Replayed) -> Snapshot:
-    rows = found.recorder.rows()
-    now_s = 0.0
-
-    progress = Progress(lambda: now_s)
-    progress.on_train_begin(found.total_steps)
-    for row in rows:
-        now_s = row.end_s
-        progress.on_step_end(_result(row))
-    snap = progress.snapshot("recorded", found.tiers)
-    snap.num_done = sum(row.count for row in rows)
-    snap.left_s = None
-    fill(snap, found.recorder)
+    snap = fill(Snapshot(state=RECORDED, tiers=found.tiers), found.recorder)
+    snap.elapsed_s = snap.rows[-1].end_s if snap.rows else 0.0
     snap.now = None  # nothing is anywhere now
     if not found.ended:
         snap.said = "the recording was cut off, or training went on when it was read"
     return snap
-
-
-def _result(row: StepRow) -> StepResult:
-    """Return the mean step of a row."""
-    return StepResult(
-        step=row.step,
-        loss=row.loss,
-        grad_norm=row.grad_norm,
-        tokens=row.tokens // row.count,
-        seconds={cause: s / row.count for cause, s in row.seconds.items()},
-        read_bytes=row.read_bytes // row.count,
-        written_bytes=row.written_bytes // row.count,
-        lr=row.lr,
-    )

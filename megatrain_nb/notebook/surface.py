@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, Any, Protocol
-
-from IPython.core.error import UsageError
-from IPython.display import display
 
 from megatrain_nb.errors import ArgumentError
 
@@ -19,32 +16,39 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.display import DisplayHandle
 
-    from megatrain_nb.notebook.progress import Snapshot
+    from megatrain_nb.notebook.panel import Panel
+    from megatrain_nb.notebook.snapshot import Snapshot
     from megatrain_nb.notebook.view import Watch
-    from megatrain_nb.runtime.controls import Controls
 
 MODES = ("auto", "widget", "html", "text", "none")
 _PERIOD_S = 0.25
-_TEXT_PERIOD_S = 10.0
-NO_BUTTONS = (
-    "buttons cannot answer while this cell runs; the kernel's interrupt stops it, "
-    "and %%megatrain train --background has buttons"
+_TEXT_PERIOD_S, _TEXT_SHARE, _MAX_TEXT_PERIOD_S = 10.0, 0.02, 60.0
+_LINE_PERIOD_S = 1.0
+_FIRST_ANSWERS = 7  # ipykernel: messages of widgets are handled while a cell awaits
+_INSTEAD = (
+    "the kernel's interrupt stops it, and %%megatrain train --background has buttons"
 )
 
 
-def display_mode(shell: InteractiveShell, wanted: str | None = None) -> str:
-    """Return ``widget``, ``html``, ``text`` or ``none``: as wanted, else MEGATRAIN_DISPLAY, else what the shell can.
+def check_mode(wanted: str | None, *, name: str) -> str:
+    """Return one of `MODES`: as wanted, else MEGATRAIN_DISPLAY, else ``auto``.
 
     Raises
     ------
-    UsageError
-        Another word.
+    ArgumentError
+        Another word; ``name`` says whose.
     """
-    mode = wanted or os.environ.get("MEGATRAIN_DISPLAY", "auto")
+    mode = wanted or os.environ.get("MEGATRAIN_DISPLAY") or "auto"
     if mode not in MODES:
-        name = "--display" if wanted else "MEGATRAIN_DISPLAY"
+        name = name if wanted else "MEGATRAIN_DISPLAY"
         msg = f"{name}={mode!r} is not known; use one of: {', '.join(MODES)}"
-        raise UsageError(msg)
+        raise ArgumentError(msg)
+    return mode
+
+
+def display_mode(shell: InteractiveShell, wanted: str | None = None) -> str:
+    """Return ``widget``, ``html``, ``text`` or ``none``: as `check_mode` says, else what the shell can."""
+    mode = check_mode(wanted, name="--display")
     if mode != "auto":
         return mode
     if not hasattr(shell, "kernel"):
@@ -55,10 +59,51 @@ def display_mode(shell: InteractiveShell, wanted: str | None = None) -> str:
     return "html"
 
 
-def kernel_awaits() -> bool:
-    """Whether messages of widgets are handled while a cell awaits: ipykernel 7 and later do."""
-    module = importlib.import_module("ipykernel")
-    return int(module.version_info[0]) >= 7
+def why_no_buttons(*, awaited: bool) -> str:
+    """Say why buttons would not answer while a cell runs; empty where they do.
+
+    Parameters
+    ----------
+    awaited
+        The cell awaits its code, so that the kernel's loop goes on.
+    """
+    if not awaited:
+        return f"no buttons here: they need %%megatrain train on the cell's first line; {_INSTEAD}"
+    ipykernel = importlib.import_module("ipykernel")
+    if int(ipykernel.version_info[0]) < _FIRST_ANSWERS:
+        return (
+            f"no buttons here: ipykernel {ipykernel.__version__} answers only after the cell; "
+            f"ipykernel 7 answers at once; {_INSTEAD}"
+        )
+    return ""
+
+
+def open_surface(
+    mode: str, watch: Watch, *, awaited: bool, returns: bool
+) -> Callable[[], Surface] | None:
+    """Return what opens the place to draw on; None draws nothing.
+
+    Parameters
+    ----------
+    mode
+        From `display_mode`.
+    watch
+        Whom the buttons ask.
+    awaited, returns
+        The cell awaits its code; it returns at once.
+    """
+    if mode == "none":
+        return None
+    if mode == "text":
+        return LineSurface if sys.stdout.isatty() else TextSurface
+    _render()  # now: later the cell's own imports compete for the interpreter
+    if mode == "html":
+        return HtmlSurface
+    hint = "" if returns else why_no_buttons(awaited=awaited)
+    if hint:
+        return lambda: HtmlSurface(hint)
+    importlib.import_module("megatrain_nb.notebook.panel")
+    return lambda: WidgetSurface(watch, reserve_chart=returns)
 
 
 class Surface(Protocol):
@@ -72,30 +117,78 @@ class Surface(Protocol):
     def finish(self, snap: Snapshot) -> None:
         """Draw the end: what stays when there is no kernel any more."""
 
+    def clear(self) -> None:
+        """Take away what is drawn."""
+
 
 class TextSurface:
-    """A line now and then."""
-
-    period_s = _TEXT_PERIOD_S
-
-    def show(self, snap: Snapshot) -> None:
-        """Print a line."""
-        print(_render().text_line(snap), flush=True)
-
-    finish = show
-
-
-class HtmlSurface:
-    """One display that is updated; at the end the chart of the run follows."""
+    """A line now and then: every ten seconds at first, every minute in a run of hours."""
 
     period_s = _PERIOD_S
 
+    def show(self, snap: Snapshot) -> None:
+        """Print a line, once training has begun."""
+        if snap.state == "waiting":
+            return
+        self._print(_render().text_line(snap))
+        share_s = min(_TEXT_SHARE * snap.elapsed_s, _MAX_TEXT_PERIOD_S)
+        self.period_s = max(_TEXT_PERIOD_S, share_s)
+
+    def finish(self, snap: Snapshot) -> None:
+        """Print the last line."""
+        self._print(_render().text_line(snap))
+
+    def clear(self) -> None:
+        """Do nothing: what is printed stays."""
+
+    def _print(self, line: str) -> None:
+        print(line, flush=True)
+
+
+class LineSurface(TextSurface):
+    """One line of a terminal, written over."""
+
     def __init__(self) -> None:
+        tqdm = importlib.import_module("tqdm")  # transformers needs it
+        self._line = tqdm.tqdm(bar_format="{desc}", file=sys.stdout, dynamic_ncols=True)
+
+    def show(self, snap: Snapshot) -> None:
+        """Write over the line."""
+        super().show(snap)
+        self.period_s = _LINE_PERIOD_S
+
+    def finish(self, snap: Snapshot) -> None:
+        """Write the last line, and leave it."""
+        super().finish(snap)
+        self._line.close()
+
+    def clear(self) -> None:
+        """Leave the line."""
+        self._line.close()
+
+    def _print(self, line: str) -> None:
+        self._line.set_description_str(line)
+
+
+class HtmlSurface:
+    """One display that is updated; at the end the chart of the run follows.
+
+    Parameters
+    ----------
+    hint
+        A sentence that is shown while the run is live.
+    """
+
+    period_s = _PERIOD_S
+
+    def __init__(self, hint: str = "") -> None:
+        self._hint = hint
         self._handle: DisplayHandle | None = None
         self._chart: DisplayHandle | None = None
 
     def show(self, snap: Snapshot) -> None:
         """Draw in place of the last drawing."""
+        snap.said = "; ".join(part for part in (snap.said, self._hint) if part)
         self._handle = _put(self._handle, _page(snap))
 
     def finish(self, snap: Snapshot) -> None:
@@ -106,14 +199,20 @@ class HtmlSurface:
         if bundle:
             self._chart = _put(self._chart, bundle)
 
+    def clear(self) -> None:
+        """Draw nothing in place of the last drawing."""
+        self._handle = _put(self._handle, {"text/html": "", "text/plain": ""})
+
 
 class WidgetSurface(HtmlSurface):
     """The same below buttons; the widgets are gone when the run is."""
 
     def __init__(self, watch: Watch, *, reserve_chart: bool) -> None:
         super().__init__()
-        self._panel: _Panel | None = _Panel(watch)
-        self._handle = display(self._panel.box, display_id=True)
+        module = importlib.import_module("megatrain_nb.notebook.panel")
+        panel: Panel = module.Panel(watch)
+        self._panel: Panel | None = panel
+        self._handle = _display(panel.box)
         if reserve_chart:  # a cell that has returned gets no new output
             empty = {"text/html": "<div></div>", "text/plain": ""}
             self._chart = _put(None, empty)
@@ -126,106 +225,32 @@ class WidgetSurface(HtmlSurface):
     def finish(self, snap: Snapshot) -> None:
         """Replace the widgets by the summary."""
         super().finish(snap)
+        self._close()
+
+    def clear(self) -> None:
+        """Replace the widgets by nothing."""
+        super().clear()
+        self._close()
+
+    def _close(self) -> None:
         if self._panel is not None:
             self._panel.close()
             self._panel = None
 
 
-class _Panel:
-    """Buttons, fields and the picture.
-
-    What a click calls only notes a request: it may come on any thread.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        widgets = importlib.import_module("ipywidgets")
-        self._watch = watch
-        wide = {"width": "auto"}
-        self.pause = widgets.Button(description="Pause", icon="pause", layout=wide)
-        self.stop = widgets.Button(description="Stop", icon="stop", layout=wide)
-        self.save = widgets.Button(
-            description="Save model now", icon="save", layout=wide
-        )
-        self.pause.tooltip = "Wait after the step in progress"
-        self.stop.tooltip = "End after the step in progress; the model stays whole"
-        self.save.tooltip = "Export the model when the step in progress is complete"
-        field = {"width": "150px", "margin": "2px 2px 2px 14px"}
-        self.logging = widgets.BoundedIntText(
-            description="Log every", min=0, max=10**9, layout=field
-        )
-        self.logging.tooltip = "Steps between two log lines; 0 leaves it as it is"
-        self.rate = widgets.BoundedFloatText(
-            value=1.0, description="LR factor", min=0.0, max=1e6, step=0.1, layout=field
-        )
-        self.rate.tooltip = "Factor on the learning rate, from the next step on"
-        for each in (self.logging, self.rate):
-            each.style.description_width = "68px"
-        self.picture = widgets.HTML()
-        self.row = widgets.HBox(
-            [self.pause, self.stop, self.save, self.logging, self.rate],
-            layout={"flex_flow": "row wrap"},
-        )
-        self.box = widgets.VBox([self.row, self.picture])
-        self.pause.on_click(lambda _: self._ask(_toggle))
-        self.stop.on_click(lambda _: self._ask(lambda controls: controls.stop()))
-        self.save.on_click(lambda _: self._ask(lambda controls: controls.save()))
-        self.logging.observe(self._set_logging, "value")
-        self.rate.observe(self._set_rate, "value")
-
-    def show(self, html: str, state: str) -> None:
-        controls = self._watch.controls
-        paused = controls is not None and controls.paused
-        self._set(self.pause, "description", "Resume" if paused else "Pause")
-        self._set(self.pause, "icon", "play" if paused else "pause")
-        stopping = state in ("finishing", "stopping")
-        self._set(self.stop, "description", "Stopping" if stopping else "Stop")
-        self._set(self.stop, "disabled", stopping)
-        self.picture.value = html
-
-    def close(self) -> None:
-        for widget in (*self.row.children, self.picture, self.row, self.box):
-            for part in ("style", "layout"):
-                with contextlib.suppress(AttributeError):
-                    getattr(widget, part).close()
-            widget.close()
-
-    @staticmethod
-    def _set(widget: Any, name: str, value: object) -> None:
-        if getattr(widget, name) != value:
-            setattr(widget, name, value)
-
-    def _ask(self, request: Callable[[Controls], None]) -> None:
-        controls = self._watch.controls
-        if controls is None:
-            return
-        try:
-            request(controls)
-            self._watch.note = ""
-        except ArgumentError as error:
-            self._watch.note = str(error)
-
-    def _set_logging(self, change: Any) -> None:
-        steps = int(change["new"]) or None
-        self._ask(lambda controls: setattr(controls, "logging_steps", steps))
-
-    def _set_rate(self, change: Any) -> None:
-        factor = float(change["new"])
-        self._ask(lambda controls: setattr(controls, "lr_factor", factor))
-
-
-def _toggle(controls: Controls) -> None:
-    if controls.paused:
-        controls.resume()
-    else:
-        controls.pause()
-
-
 def _put(handle: DisplayHandle | None, bundle: dict[str, Any]) -> DisplayHandle | None:
     """Draw in place of what the handle shows, or in a new place; return the handle of it."""
     if handle is None:
-        handle = display(bundle, raw=True, display_id=True)
+        handle = _display(bundle, raw=True)
     else:
         handle.update(bundle, raw=True)
+    return handle
+
+
+def _display(what: object, **options: bool) -> DisplayHandle | None:
+    # A script that trains must not pay for importing IPython.
+    display = importlib.import_module("IPython.display").display
+    handle: DisplayHandle | None = display(what, display_id=True, **options)
     return handle
 
 

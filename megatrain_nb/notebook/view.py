@@ -7,10 +7,11 @@ import importlib
 import sys
 import threading
 import time
+from contextvars import ContextVar, copy_context
 from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.errors import SessionError
-from megatrain_nb.notebook.progress import Progress, Snapshot
+from megatrain_nb.notebook.snapshot import Snapshot, fill
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,16 +25,26 @@ if TYPE_CHECKING:
 _PERIOD_S = 0.25
 _MAX_PERIOD_S = 2.0
 _MAX_SHARE = 0.01  # of the time, for drawing
-ENDED = ("done", "stopped", "interrupted", "failed")
+IN_CELL: ContextVar[bool] = ContextVar("in_cell", default=False)
+"""Whether the code that runs is a ``%%megatrain`` cell's, which decides itself how it is shown."""
+
+_FIRST_S = 0.4  # a cell that ends sooner, and trains nothing, shows nothing
 
 
 class Watch:
     """Listens to the sessions of one run, and says what is known at a moment.
 
+    Parameters
+    ----------
+    shown
+        There is a live view: other progress displays keep quiet.
+    doing
+        Says what the code does that has not begun to train.
+
     Attributes
     ----------
-    progress, recorder
-        What the sessions told: steps and times; layers and bytes. No recorder before the first session.
+    recorder
+        What the session told; one for each session. None before the first.
     state
         See `Snapshot`.
     note
@@ -41,17 +52,20 @@ class Watch:
 
     Notes
     -----
-    `follow` and ``state`` belong to whoever waits for the run; `snapshot` and `controls` to any thread.
+    `follow`, `end` and ``state`` belong to whoever waits for the run; `snapshot` and `controls` to any thread.
     """
 
-    def __init__(self, *, shown: bool) -> None:
-        self.progress = Progress()
+    def __init__(self, *, shown: bool, doing: Callable[[], str] = str) -> None:
         self.recorder: Recorder | None = None
         self.state = "waiting"
         self.note = ""
         self._shown = shown
+        self._doing = doing
+        self._begin_s = time.perf_counter()
+        self._end_s: float | None = None
         self._session: Session | None = None
         self._tiers: dict[str, TierStatus] = {}
+        self._probed: tuple[float, float] | None = None
         self._said = ""
 
     def follow(self, session: Session | None) -> None:
@@ -59,22 +73,23 @@ class Watch:
         if session is self._session:
             return
         recording = importlib.import_module("megatrain_nb.runtime.recording")
-        if self._session is not None:
+        if self._session is not None and self.recorder is not None:
             self._session.shown = False
-            if self.progress in self._session.callbacks:
-                self._session.callbacks.remove(self.progress)
-            if self.recorder is not None:
-                recording.unfollow(self._session, self.recorder)
+            recording.unfollow(self._session, self.recorder)
             self._said = self._session.controls.said
         self._session = session
         if session is not None:
             session.controls.was_stopped = False
-            session.callbacks.append(self.progress)
             session.shown = self._shown
-            if self.recorder is None:
-                module = importlib.import_module("megatrain_nb.runtime.recorder")
-                self.recorder = module.Recorder()
+            module = importlib.import_module("megatrain_nb.runtime.recorder")
+            self.recorder = module.Recorder()
             recording.follow(session, self.recorder)
+            self._probed = _probed_disk(session)
+
+    def end(self, state: str) -> None:
+        """Note how the run ended; its time stands still."""
+        self.state = state
+        self._end_s = time.perf_counter()
 
     @property
     def controls(self) -> Controls | None:
@@ -84,18 +99,28 @@ class Watch:
     @property
     def began(self) -> bool:
         """Whether something trains or has trained."""
-        trains = self.recorder is not None and self.recorder.trains
-        return self.progress.began or trains
+        return self.recorder is not None and self.recorder.trains
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start, up to the end."""
+        return (self._end_s or time.perf_counter()) - self._begin_s
 
     def snapshot(self) -> Snapshot:
         """Return what is known now."""
         self._read_tiers()
-        snap = self.progress.snapshot(self._state(), self._tiers)
+        snap = Snapshot(
+            state=self._state(),
+            elapsed_s=self.elapsed_s,
+            tiers=self._tiers,
+            probed=self._probed,
+        )
+        if snap.state == "waiting":
+            snap.doing = self._doing()
         controls = self.controls
         said = [self.note, controls.said if controls is not None else self._said]
         snap.said = "; ".join(part for part in said if part)
-        fill(snap, self.recorder)
-        return snap
+        return snap if self.recorder is None else fill(snap, self.recorder)
 
     def _state(self) -> str:
         controls = self.controls
@@ -115,17 +140,13 @@ class Watch:
             self._tiers = session.tiers()
 
 
-def fill(snap: Snapshot, recorder: Recorder | None) -> None:
-    """Add to a snapshot what a recorder knows."""
-    if recorder is None:
-        return
-    snap.layout = recorder.layout
-    snap.now = recorder.now()
-    snap.rows = recorder.rows()
-    snap.bandwidth = recorder.bandwidth()
-    snap.totals = dict(recorder.totals)
-    if snap.state in (*ENDED, "recorded"):
-        snap.last_step = recorder.last_step()
+def _probed_disk(session: Session) -> tuple[float, float] | None:
+    """Return bytes/s, read and written, if this session's disk has been measured."""
+    forecast = importlib.import_module("megatrain_nb.runtime.forecast")
+    machine = forecast.read_cache(session.preflight.path)
+    if machine is None or "read_bytes_per_s" in machine.assumed:
+        return None
+    return machine.read_bytes_per_s, machine.write_bytes_per_s
 
 
 class View:
@@ -141,13 +162,17 @@ class View:
 
     def refresh(self) -> None:
         """Draw if the last drawing is old enough."""
-        if time.perf_counter() >= self._next_s and self._watch.began:
+        if time.perf_counter() < self._next_s:
+            return
+        if self._watch.began or self._watch.elapsed_s > _FIRST_S:
             self._draw(last=False)
 
     def finish(self) -> None:
-        """Draw the end, in place of what was live."""
+        """Draw the end, in place of what was live; nothing stays of a run that trained nothing."""
         if self._watch.began:
             self._draw(last=True)
+        elif self._surface is not None:
+            self._surface.clear()
 
     def _draw(self, *, last: bool) -> None:
         with self._lock:
@@ -175,20 +200,32 @@ class View:
 
 
 class Tick:
-    """Refreshes views on a thread of its own, for a run that no cell waits for."""
+    """Refreshes views on a thread of its own: where no cell waits, or the one that waits is busy."""
 
-    def __init__(self, each: Callable[[], bool], at_end: Callable[[], Any]) -> None:
+    def __init__(
+        self, each: Callable[[], bool], at_end: Callable[[], Any] = lambda: None
+    ) -> None:
         self._each = each
         self._at_end = at_end
+        self._stopped = threading.Event()
         self._thread = threading.Thread(
-            target=self._run, name="megatrain-view", daemon=True
+            # The context carries which cell the views belong to.
+            target=copy_context().run,
+            args=(self._run,),
+            name="megatrain-view",
+            daemon=True,
         )
         self._thread.start()
 
     def _run(self) -> None:
-        while self._each():
-            time.sleep(_PERIOD_S / 2)
+        while self._each() and not self._stopped.wait(_PERIOD_S / 2):
+            pass
         self._at_end()
+
+    def stop(self) -> None:
+        """End before ``each`` says so, and wait for it."""
+        self._stopped.set()
+        self._thread.join()
 
     def join(self, timeout: float | None) -> bool:
         """Wait for the end; return whether it came."""

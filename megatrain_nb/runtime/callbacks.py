@@ -98,5 +98,8 @@ class Callback:
     def on_step_end(self, result: StepResult) -> None:
         """Hear that an optimizer step is complete and consistent."""
 
+    def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
+        """Hear what an evaluation after this step of the training found, by name."""
+
     def on_train_end(self) -> None:
         """Hear that training ended, was interrupted or failed."""

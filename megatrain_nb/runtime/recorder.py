@@ -1,10 +1,4 @@
-"""Folds what the runtime tells into numbers that can be drawn at any moment, in bounded memory.
-
-[Note: residency and what is in flight] A piece counts as in RAM from the moment when all of it has landed
-until it gives its memory back; before that it *arrives*, and afterwards, until its writes are done, it
-*leaves*. What arrives or leaves is drawn apart and counts for no tier. Tiles that only the update reads and
-writes pass through RAM without staying: they count in the traffic, not in the residency.
-"""
+"""Folds what the runtime tells into numbers that can be drawn at any moment, in bounded memory."""
 
 from __future__ import annotations
 
@@ -16,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatrain_nb.plan.history import History, StepRow
-from megatrain_nb.plan.layout import GROUPS
 from megatrain_nb.plan.timeline import HIT, LATE, MISS, OUTCOMES
 from megatrain_nb.runtime.callbacks import Callback
+from megatrain_nb.runtime.residency import Residency
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,13 +20,14 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.layout import Layout
     from megatrain_nb.plan.timeline import Span
     from megatrain_nb.runtime.callbacks import StepResult
+    from megatrain_nb.runtime.residency import Now
 
 MAX_SPANS = 20_000
+MAX_EVALUATIONS = 200
 BIN_S = 0.5
 NUM_BINS = 120
 
 _MAX_INTERVALS = 20_000
-_DEVICE = len(GROUPS)  # the row of weights on a device, after those in RAM
 
 
 class Recorder(Callback):
@@ -55,13 +50,19 @@ class Recorder(Callback):
         The model that trains; None before the first.
     history
         All steps so far.
+    evaluations
+        Step and metrics of the last 200 evaluations.
     spans
         The last 20,000 spans.
     totals
         ``hit``, ``late``, ``miss``, ``stall_s``, ``read_bytes`` and ``written_bytes`` of the whole run, also outside
         of steps.
     trains
-        Whether a backward has begun.
+        Whether training has begun: someone said so, or a backward did.
+    total_steps
+        Of the training in progress, or the last; None if it did not say.
+    num_done
+        Steps of this training so far.
 
     Notes
     -----
@@ -78,19 +79,23 @@ class Recorder(Callback):
     ) -> None:
         self.layout: Layout | None = None
         self.history = History()
+        self.evaluations: deque[tuple[int, dict[str, float]]] = deque(
+            maxlen=MAX_EVALUATIONS
+        )
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
         self.totals: dict[str, float] = dict.fromkeys(
             (*OUTCOMES, "stall_s", "read_bytes", "written_bytes"), 0
         )
         self.bins: deque[list[float]] = deque(maxlen=NUM_BINS)
         self.trains = False
+        self.total_steps: int | None = None
+        self.num_done = 0
         self.begin_s = clock()
         self._clock = clock
         self._write = write
         self._with_spans = with_spans
         self._tiers = tiers
         self._lock = threading.RLock()
-        self._since_s = self.begin_s
         self._computing: tuple[int, str] | None = None
         self._notes: dict[str, Callable[[Span], None]] = {
             "READ": self._read,
@@ -120,7 +125,10 @@ class Recorder(Callback):
                 self._tell("layout", layout.to_json())
 
     def on_train_begin(self, total_steps: int | None) -> None:
-        """Note that training starts."""
+        """Note that training starts; what was folded before stays."""
+        with self._lock:
+            self.trains = True
+            self.total_steps, self.num_done = total_steps, 0
         self._tell("begin", {"total_steps": total_steps, "t": self._elapsed()})
 
     def on_span(self, span: Span) -> None:
@@ -138,18 +146,26 @@ class Recorder(Callback):
         with self._lock:
             row = self._row(result)
             self.history.append(row)
+            self.trains = True
+            self.num_done += 1
             if self._write is not None:
                 fields = row.to_json()
                 if self._tiers is not None:
                     fields["tiers"] = self._tiers()
                 self._tell("step", fields)
 
+    def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the result of an evaluation in."""
+        with self._lock:
+            self.evaluations.append((step, metrics))
+            self._tell("evaluate", {"step": step, "metrics": metrics})
+
     def on_train_end(self) -> None:
         """Note that nothing computes any more."""
         with self._lock:
             self._computing = None
-            for block in range(self._num_blocks):
-                self._set_device(block, self._clock(), there=False)
+            for block in range(self._residency.num_blocks):
+                self._residency.set_device(block, self._clock(), there=False)
             self._tell("end", {"t": self._elapsed(), "totals": dict(self.totals)})
 
     # -- what is drawn ------------------------------------------------------------------------------------
@@ -157,15 +173,7 @@ class Recorder(Callback):
     def now(self) -> Now:
         """Return where each block's bytes are at this moment."""
         with self._lock:
-            blocks = self._num_blocks
-            shape = (len(GROUPS), blocks)
-            return Now(
-                in_ram=np.array(self._bytes[: _DEVICE * blocks]).reshape(shape),
-                arriving=np.array(self._arriving_bytes).reshape(shape),
-                leaving=np.array(self._leaving_bytes).reshape(shape),
-                on_device=np.array(self._bytes[_DEVICE * blocks :]) > 0,
-                computing=self._computing,
-            )
+            return self._residency.now(self._computing)
 
     def rows(self) -> list[StepRow]:
         """Return the steps so far, oldest first."""
@@ -201,8 +209,7 @@ class Recorder(Callback):
 
     def _block_of_span(self, span: Span) -> int | None:
         if span.kind in ("READ", "WRITE", "NEED"):
-            place = self._place(span.name)
-            return None if place is None else place[0] % self._num_blocks
+            return self._residency.block_of(span.name)
         if span.kind == "STEP":  # pack and tile
             return self._pack_of.get(span.name.rpartition(".")[0])
         return self._block_of.get(span.name)
@@ -212,22 +219,11 @@ class Recorder(Callback):
         with self._lock:
             return list(self.spans)
 
-    # -- inside: residency ----------------------------------------------------------------------------------
+    # -- inside: spans -----------------------------------------------------------------------------------
 
     def _set_up(self) -> None:
         layout = self.layout
-        num_blocks = self._num_blocks = len(layout.blocks) if layout is not None else 0
-        cells = (len(GROUPS) + 1) * num_blocks
-        self._bytes = [0.0] * cells  # in RAM by group and block, then on the device
-        self._area = [0.0] * cells  # byte-seconds of this step
-        self._touched_s = [self._clock()] * cells
-        self._places: dict[str, tuple[int, int] | None] = {}
-        self._sizes: dict[str, int] = {}
-        self._landed: set[str] = set()
-        self._arriving: dict[str, int] = {}  # bytes still to come
-        self._leaving: dict[str, int] = {}  # bytes still to go
-        self._arriving_bytes = [0.0] * (len(GROUPS) * num_blocks)
-        self._leaving_bytes = [0.0] * (len(GROUPS) * num_blocks)
+        self._residency = Residency(layout, self._clock())
         self._block_of: dict[str, int] = {}
         self._pack_of: dict[str, int] = {}
         if layout is not None:
@@ -235,101 +231,35 @@ class Recorder(Callback):
             self._pack_of = dict(
                 zip(layout.pack_names, layout.block_of_pack, strict=True)
             )
-            self._sizes = {piece.key: piece.num_bytes for piece in layout.pieces}
-            for piece in layout.pieces:
-                if piece.in_ram:
-                    self._land(piece.key, self._clock())
         self._start_row()
-
-    def _place(self, key: str) -> tuple[int, int] | None:
-        """Return the cell of a piece and the bytes of it; None for another model's."""
-        if key in self._places:
-            return self._places[key]
-        place = None
-        layout = self.layout
-        if layout is not None and key.startswith(f"{layout.model}/"):
-            group, block = layout.cell_of(key)
-            cell = group * self._num_blocks + block
-            place = cell, self._sizes.get(key, 0)
-        self._places[key] = place
-        return place
-
-    def _change(self, cell: int, change: float, now: float) -> None:
-        self._area[cell] += self._bytes[cell] * max(0.0, now - self._touched_s[cell])
-        self._touched_s[cell] = now
-        self._bytes[cell] += change
-
-    def _enter(self, span: Span) -> None:
-        place = self._place(span.name)
-        if place is None:
-            return
-        if span.num_bytes:
-            self._arriving[span.name] = span.num_bytes
-            self._arriving_bytes[place[0]] += place[1]
-        else:
-            self._land(span.name, span.end_s)
-
-    def _land(self, key: str, now: float) -> None:
-        place = self._place(key)
-        if place is None or key in self._landed:
-            return
-        if self._arriving.pop(key, None) is not None:
-            self._arriving_bytes[place[0]] -= place[1]
-        self._landed.add(key)
-        self._change(place[0], place[1], now)
-
-    def _leave(self, span: Span) -> None:
-        place = self._place(span.name)
-        if place is None:
-            return
-        cell, size = place
-        if self._arriving.pop(span.name, None) is not None:
-            self._arriving_bytes[cell] -= size
-        if span.name in self._landed:
-            self._landed.remove(span.name)
-            self._change(cell, -size, span.end_s)
-        if span.num_bytes:
-            before = self._leaving.get(span.name, 0)
-            self._leaving[span.name] = span.num_bytes
-            self._leaving_bytes[cell] += span.num_bytes - before
 
     def _read(self, span: Span) -> None:
         self._reads.append((span.start_s, span.end_s))
         self.totals["read_bytes"] += span.num_bytes
         self._bin(span.end_s, 1, span.num_bytes)
-        key = span.name.rpartition("/")[0]
-        if key in self._arriving:
-            self._arriving[key] -= span.num_bytes
-            if self._arriving[key] <= 0:
-                self._land(key, span.end_s)
+        self._residency.read(span)
 
     def _written(self, span: Span) -> None:
         self._writes.append((span.start_s, span.end_s))
         self.totals["written_bytes"] += span.num_bytes
         self._bin(span.end_s, 2, span.num_bytes)
-        key = span.name.rpartition("/")[0]
-        left = self._leaving.get(key)
-        place = self._place(key)
-        if left is not None and place is not None:
-            done = min(left, span.num_bytes)
-            self._leaving_bytes[place[0]] -= done
-            self._leaving[key] = left - done
-            if left == done:
-                del self._leaving[key]
+        self._residency.written(span)
 
-    # -- inside: what was needed, and what computed ------------------------------------------------------
+    def _enter(self, span: Span) -> None:
+        self._residency.enter(span)
+
+    def _leave(self, span: Span) -> None:
+        self._residency.leave(span)
 
     def _need(self, span: Span) -> None:
-        place = self._place(span.name)
-        if place is None:
+        block = self._residency.block_of(span.name)
+        if block is None:
             return
         self.totals[span.outcome] += 1
         self.totals["stall_s"] += span.seconds
-        block = place[0] % self._num_blocks
         self._counts[span.outcome][block] += 1
         self._stall_s[block] += span.seconds
-        if span.name in self._arriving:
-            self._land(span.name, span.end_s)
+        self._residency.needed(span)
 
     def _begin(self, span: Span) -> None:
         block = self._block_of.get(span.name)
@@ -347,18 +277,12 @@ class Recorder(Callback):
         self._link(span)
         block = self._pack_of.get(span.name)
         if block is not None:
-            self._set_device(block, span.end_s, there=True)
+            self._residency.set_device(block, span.end_s, there=True)
 
     def _unload(self, span: Span) -> None:
         block = self._pack_of.get(span.name)
         if block is not None:
-            self._set_device(block, span.end_s, there=False)
-
-    def _set_device(self, block: int, now: float, *, there: bool) -> None:
-        cell = _DEVICE * self._num_blocks + block
-        change = there - self._bytes[cell]  # 1 while it is there
-        if change:
-            self._change(cell, change, now)
+            self._residency.set_device(block, span.end_s, there=False)
 
     def _link(self, span: Span) -> None:
         if self.layout is None or self.layout.in_place:
@@ -376,7 +300,7 @@ class Recorder(Callback):
     # -- inside: rows ------------------------------------------------------------------------------------
 
     def _start_row(self) -> None:
-        blocks = self._num_blocks
+        blocks = self._residency.num_blocks
         self._counts = {outcome: [0] * blocks for outcome in OUTCOMES}
         self._stall_s, self._compute_s = [0.0] * blocks, [0.0] * blocks
         self._link_bytes, self._link_s = 0, 0.0
@@ -385,7 +309,7 @@ class Recorder(Callback):
 
     def _row(self, result: StepResult) -> StepRow:
         now = self._clock()
-        in_ram, on_device = self._shares(now)
+        in_ram, on_device = self._residency.take_shares(now)
         row = StepRow(
             step=result.step,
             end_s=now - self.begin_s,
@@ -412,60 +336,12 @@ class Recorder(Callback):
         self._start_row()
         return row
 
-    def _shares(self, now: float) -> tuple[Any, Any]:
-        """Return the mean share of bytes in RAM, and of time on the device, since the last call."""
-        for cell in range(len(self._bytes)):
-            self._change(cell, 0.0, now)
-        passed, self._since_s = max(now - self._since_s, 1e-9), now
-        area = np.array(self._area, np.float64).reshape(_DEVICE + 1, self._num_blocks)
-        self._area = [0.0] * len(self._area)
-        if self.layout is None:
-            return area[:_DEVICE].astype(np.float32), np.zeros(0, np.float32)
-        whole = np.array(self.layout.num_bytes(), np.float64)
-        shares = area[:_DEVICE] / np.maximum(whole, 1.0) / passed
-        device = np.zeros(0) if self.layout.in_place else area[_DEVICE] / passed
-        return (
-            np.clip(shares, 0, 1).astype(np.float32),
-            np.clip(device, 0, 1).astype(np.float32),
-        )
-
     def _elapsed(self) -> float:
         return self._clock() - self.begin_s
 
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         if self._write is not None:
             self._write({kind: fields})
-
-
-class Now:
-    """Where each block's bytes are at one moment.
-
-    Attributes
-    ----------
-    in_ram, arriving, leaving : float64, shape (3, blocks)
-        Bytes of weights, gradients and states: in RAM; on their way from the disk; on their way to it.
-    on_device : bool, shape (blocks,)
-        Whether the block's weights are on the device.
-    computing
-        Index of the block that computes and ``FORWARD`` or ``BACKWARD``; None if none does.
-    """
-
-    __slots__ = ("arriving", "computing", "in_ram", "leaving", "on_device")
-
-    def __init__(
-        self,
-        *,
-        in_ram: Any,
-        arriving: Any,
-        leaving: Any,
-        on_device: Any,
-        computing: tuple[int, str] | None,
-    ) -> None:
-        self.in_ram = in_ram
-        self.arriving = arriving
-        self.leaving = leaving
-        self.on_device = on_device
-        self.computing = computing
 
 
 def busy_s(intervals: list[tuple[float, float]]) -> float:

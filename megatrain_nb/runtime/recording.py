@@ -1,7 +1,7 @@
 """A run in a file: JSON lines while it goes, read back for a picture, and the trace format of browsers.
 
 Each line is an object with one key that says what it is: ``recording`` (the first line: the format), ``layout``,
-``begin``, ``step`` (the sums of one step), ``span`` (if asked for), ``end``. Times are in seconds from the start
+``begin``, ``step`` (the sums of one step), ``evaluate``, ``span`` (if asked for), ``end``. Times are in seconds from the start
 of the recording.
 """
 
@@ -138,8 +138,6 @@ class Replayed:
     ----------
     recorder
         With its layout, history, totals, and spans if they were recorded.
-    total_steps
-        What the trainer meant to do; None if it did not say.
     tiers
         At the last step: bytes by tier.
     ended
@@ -148,7 +146,6 @@ class Replayed:
 
     def __init__(self) -> None:
         self.recorder = Recorder(clock=lambda: 0.0)
-        self.total_steps: int | None = None
         self.tiers: dict[str, TierStatus] = {}
         self.ended = False
 
@@ -191,7 +188,9 @@ def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> No
     if kind == "layout":
         recorder.on_layout(Layout.from_json(fields))
     elif kind == "begin":
-        found.total_steps = fields["total_steps"]
+        recorder.on_train_begin(fields["total_steps"])
+    elif kind == "evaluate":
+        recorder.on_evaluate(fields["step"], fields["metrics"])
     elif kind == "span":
         recorder.spans.append(Span(**fields))
     elif kind == "end":
@@ -202,6 +201,7 @@ def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> No
         found.tiers = {name: TierStatus(*each) for name, each in tiers.items()}
         row = StepRow.from_json(fields)
         recorder.history.append(row)
+        recorder.num_done += row.count
         for name, values in (
             ("hit", row.hits), ("late", row.late), ("miss", row.misses), ("stall_s", row.stall_s),
         ):  # fmt: skip

@@ -505,6 +505,12 @@ class _Reports(transformers.TrainerCallback):
         if controls.logging_steps is not None:
             state.logging_steps = controls.logging_steps
 
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        found = kwargs.get("metrics") or {}
+        metrics = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+        for callback in self._trainer.session.callbacks:
+            callback.on_evaluate(state.global_step, metrics)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.streamed_optimizer.finish()
         self._trainer._forget_removed()

@@ -19,7 +19,7 @@ from tests.notebook.test_pictures import full_snapshot
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatrain_nb.notebook.progress import Snapshot
+    from megatrain_nb.notebook.snapshot import Snapshot
 
 MAX_DRAW_S = {80: 3e-3, 200: 8e-3}
 MAX_RATIO = 1.01
@@ -56,6 +56,9 @@ class Surface:
         self.drawn += 1
 
     finish = show
+
+    def clear(self) -> None:
+        self.drawn = 0
 
 
 @pytest.mark.usefixtures("benchmarking")

@@ -7,6 +7,7 @@ import threading
 import time
 import types
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.errors import ArgumentError, SessionError
@@ -52,6 +53,7 @@ class FakeSession:
         self.stop_event = threading.Event()
         self.controls = Controls()
         self.recorder: object = None
+        self.preflight = types.SimpleNamespace(path=Path("/nvme/run"))
 
     def stop(self) -> None:
         self.num_stops += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.notebook.test_browser import (
+from tests.notebook.browsing import (
     CHROMIUM,
     browser,
     command,

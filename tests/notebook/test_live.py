@@ -12,7 +12,14 @@ import pytest
 
 import megatrain_nb as mt
 from megatrain_nb.notebook import chart
-from megatrain_nb.notebook.surface import WidgetSurface, display_mode
+from megatrain_nb.notebook.snapshot import Snapshot
+from megatrain_nb.notebook.surface import (
+    TextSurface,
+    WidgetSurface,
+    display_mode,
+    open_surface,
+    why_no_buttons,
+)
 from megatrain_nb.notebook.view import Watch
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.recorder import Recorder
@@ -130,6 +137,109 @@ def test_background_returns_a_run_at_once(
     before = len(shell.display_pub.outputs)
     job.view()
     assert len(shell.display_pub.outputs) == before + 1
+
+
+def test_several_views_follow_one_run(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    run(shell, f"s = %megatrain {INIT}")
+    job = run(shell, "%%megatrain train --background\ns.train()").result
+    until(lambda: job.status().num_done >= 2)
+    job.view()
+    job.view()
+    before = len(shell.display_pub.outputs)
+    time.sleep(0.8)
+    drawn = shell.display_pub.outputs[before:]
+    ids = [output["transient"]["display_id"] for output in drawn]
+    assert len(set(ids)) == 3
+    assert all(ids.count(each) >= 2 for each in set(ids))
+    job.stop()
+    job.wait()
+    last = {
+        output["transient"]["display_id"]: output["data"]["text/plain"]
+        for output in shell.display_pub.outputs
+    }
+    assert len(set(last.values())) == 1  # all end with the same summary
+
+
+def test_a_second_session_begins_anew(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    run(shell, f"s = %megatrain {INIT}")
+    first = run(shell, "%%megatrain train --background\ns.train(30)").result
+    first.wait()
+    recorder = shell.user_ns["s"].recorder
+    run(shell, f"s = %megatrain {INIT}")
+    second = run(shell, "%%megatrain train --background\ns.train(4)").result
+    second.wait()
+    assert len(recorder.rows()) == 30
+    assert [row.step for row in shell.user_ns["s"].recorder.rows()] == [1, 2, 3, 4]
+    assert first.status().num_done == 30
+    assert str(second.status()).startswith("Step 4 of 4 (done)")
+    before = first.status().elapsed_s
+    assert first.status().elapsed_s == before  # its time stands still
+
+
+def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
+    watch = Watch(shown=True)
+    surface = WidgetSurface(watch, reserve_chart=False)
+    panel: Any = surface._panel
+    surface.show(watch.snapshot())
+    assert panel.pause.disabled
+    assert panel.rate.disabled
+    run(shell, f"s = %megatrain {INIT}")
+    watch.follow(fake.current)
+    surface.show(watch.snapshot())
+    assert not panel.pause.disabled
+    assert not panel.stop.disabled
+    surface.clear()
+    assert surface._panel is None
+    watch.follow(None)
+
+
+def test_why_there_are_no_buttons(
+    shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ipykernel = pytest.importorskip("ipykernel")
+    assert why_no_buttons(awaited=True) == ""
+    assert "%%megatrain train on the cell's first line" in why_no_buttons(awaited=False)
+    monkeypatch.setattr(ipykernel, "version_info", (6, 31, 0))
+    monkeypatch.setattr(ipykernel, "__version__", "6.31.0")
+    assert "ipykernel 6.31.0 answers only after" in why_no_buttons(awaited=True)
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "widget")
+    run(shell, f"s = %megatrain {INIT}")
+    assert run(shell, "%%megatrain\ns.train(60)").success  # this shell does not await
+    pages = [output["data"]["text/html"] for output in shell.display_pub.outputs]
+    assert "no buttons here" in pages[0]
+    assert "no buttons here" not in pages[-1]  # it is over: nothing to press
+
+
+def test_text_comes_at_sensible_intervals(capsys: pytest.CaptureFixture[str]) -> None:
+    surface = TextSurface()
+    surface.show(Snapshot(doing="line 2: x"))
+    assert capsys.readouterr().out == ""  # nothing trains yet
+    periods = []
+    for elapsed_s in (1.0, 1000.0, 100_000.0):
+        surface.show(Snapshot(state="training", elapsed_s=elapsed_s))
+        periods.append(surface.period_s)
+    assert periods == [10.0, 20.0, 60.0]
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_terminal_gets_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    opened = open_surface("text", Watch(shown=True), awaited=False, returns=False)
+    assert opened is not None
+    surface = opened()
+    for state in ("waiting", "training", "training", "done"):
+        (surface.finish if state == "done" else surface.show)(Snapshot(state=state))
+    shown = capsys.readouterr().out
+    assert shown.count("\n") == 1
+    assert shown.rstrip().endswith("Step 0 (done): 0 s elapsed")
 
 
 def test_an_error_in_the_background_is_told_and_raised_by_wait(

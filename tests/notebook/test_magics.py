@@ -176,6 +176,7 @@ def state_of(shell: Any) -> dict[str, Any]:
         "magics": {kind: set(m) for kind, m in shell.magics_manager.magics.items()},
         "registry": set(shell.magics_manager.registry),
         "transformers": len(shell.input_transformers_post),
+        "cleanup": len(shell.input_transformers_cleanup),
         "matchers": len(shell.Completer.custom_matchers),
         "hooks": {name: len(hooks) for name, hooks in shell.events.callbacks.items()},
     }
@@ -279,10 +280,34 @@ def test_cell_usage_errors(
     assert capsys.readouterr().err.startswith("UsageError: %%megatrain takes 'train'")
 
 
-def test_cell_help_runs_nothing(shell: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(shell, "%%megatrain --help\nx = 1").success
+@pytest.mark.parametrize("line", ["--help", "train --help", "train -h --background"])
+def test_cell_help_runs_nothing(
+    shell: Any, capsys: pytest.CaptureFixture[str], line: str
+) -> None:
+    assert run(shell, f"%%megatrain {line}\nx = 1").success
     assert "x" not in shell.user_ns
-    assert capsys.readouterr().out == overview() + "\n"
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: %%megatrain train ")
+    assert "--background" in shown
+    assert run(shell, "%megatrain train --help").success
+    assert capsys.readouterr().out == shown
+
+
+def test_an_empty_cell_is_told_under_its_own_name(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not run(shell, "%%megatrain train").success
+    assert capsys.readouterr().err.startswith(
+        "UsageError: %%megatrain is a cell magic, but the cell body is empty"
+    )
+
+
+@pytest.mark.parametrize("asked", ["%megatrain init?", "%megatrain  init ??"])
+def test_a_question_mark_after_a_command_shows_its_help(
+    shell: Any, capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    assert run(shell, asked).success
+    assert capsys.readouterr().out.startswith("usage: %megatrain init ")
 
 
 def test_without_a_session_one_line_says_how(
@@ -375,6 +400,30 @@ def test_a_cell_that_trains_nothing_shows_nothing(
     assert shell.display_pub.outputs == []
 
 
+def test_a_cell_that_takes_long_to_begin_says_what_it_does(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    run(shell, f"s = %megatrain {INIT}")
+    body = "import time\nfor _ in range(10):\n    time.sleep(0.1)\ns.train(3)"
+    assert run(shell, f"%%megatrain\n{body}").success
+    shown = text_displays(shell)
+    begins = "Starting (starting; line 4: time.sleep(0.1)): "
+    assert any(text.startswith(begins) for text in shown)
+    assert shown[-1].startswith("Step 3 of 3 (done)")
+
+
+def test_a_view_of_a_cell_that_trained_nothing_goes_away(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
+    assert run(shell, "%%megatrain\nimport time\ntime.sleep(0.8)").success
+    outputs = shell.display_pub.outputs
+    assert len(outputs) > 1
+    assert outputs[-1]["update"]
+    assert outputs[-1]["data"] == {"text/html": "", "text/plain": ""}
+
+
 def test_an_unknown_display_is_refused(
     shell: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,8 +454,8 @@ def test_interrupt_stops_after_a_whole_step(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, f"s = %megatrain {INIT}")
-    interrupt_after(0.3)
-    result = run(shell, "%%megatrain\ns.train()")
+    shell.user_ns["interrupt_after"] = interrupt_after
+    result = run(shell, "%%megatrain\ninterrupt_after(0.5)\ns.train()")
     session = shell.user_ns["s"]
     assert isinstance(result.error_in_exec, Interrupted)
     told = f"Interrupted: after step {session.step}: the model is as after step {session.step}"
@@ -433,8 +482,8 @@ def test_a_second_interrupt_breaks_off(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, f"s = %megatrain {INIT}")
-    interrupt_after(0.2, 0.4)
-    body = "import time\ns.train(3)\nwhile True:\n    time.sleep(0.01)"
+    shell.user_ns["interrupt_after"] = interrupt_after
+    body = "import time\ns.train(3)\ninterrupt_after(0.1, 0.5)\nwhile True:\n    time.sleep(0.01)"
     result = run(shell, f"%%megatrain\n{body}")
     assert isinstance(result.error_in_exec, Interrupted)
     assert "broken off after step 3" in capsys.readouterr().out

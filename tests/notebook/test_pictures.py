@@ -24,11 +24,11 @@ from megatrain_nb.notebook.pictures import (
     strip,
     strip_cells,
 )
-from megatrain_nb.notebook.progress import Snapshot
 from megatrain_nb.notebook.render import page
+from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.plan.history import StepRow
 from megatrain_nb.plan.layout import Layout, PieceLayout
-from megatrain_nb.runtime.recorder import Now
+from megatrain_nb.runtime.residency import Now
 from tests.notebook.test_render import parse, text_of
 
 ON_DISK = 1
@@ -115,12 +115,8 @@ def full_snapshot(blocks: int = 4, count: int = 12) -> Snapshot:
     now = make_now(blocks, (1, "FORWARD"))
     return Snapshot(
         state="done",
-        step=count,
         num_done=count,
         total_steps=count,
-        loss=rows[-1].loss,
-        seconds={"compute": 0.8, "wait": 0.2},
-        losses=[(row.step, row.loss) for row in rows],
         layout=make_layout(blocks),
         now=now,
         rows=rows,
@@ -196,11 +192,15 @@ def test_counts_and_rates_are_told() -> None:
     assert "Waited 200 ms a step most for model.layers.1 200 ms" in text_of(
         slowest(snap.layout, snap.rows)
     )
-    shown = text_of(disk(snap.layout, snap.rows, snap.bandwidth, snap.totals))
+    shown = text_of(disk(snap))
     assert "best seen 10.0 kB/s" in shown
     assert "read 3.00 kB/s 12.0 kB/s while busy" in shown
     assert "3.00 kB read (plan 3.00 kB)" in shown
     assert "36.0 kB read and 24.0 kB written so far" in shown
+    snap.probed = (4000.0, 3000.0)
+    shown = text_of(disk(snap))
+    assert "read 3.00 kB/s 12.0 kB/s while busy, probe 4.00 kB/s" in shown
+    assert "written 2.00 kB/s 4.00 kB/s while busy, probe 3.00 kB/s" in shown
     left, right = maps(snap.layout, snap.rows)
     assert "step 1" in left
     assert "at most 200 ms in a step" in right

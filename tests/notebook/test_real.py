@@ -76,3 +76,70 @@ def test_train_interrupt_and_go_on(kernel: Kernel, tmp_path: Path) -> None:
     step = told.split()[-1]
     assert told == f"after step {step}: the model is as after step {step}"
     assert result == f"({step}, 3)"
+
+
+PLAIN = """
+model = AutoModelForCausalLM.from_config(config)
+args = TrainingArguments("{out}", max_steps=4, per_device_train_batch_size=1, logging_steps=1,
+                         save_strategy="no", report_to="none", disable_tqdm=False,
+                         eval_strategy="steps", eval_steps=2)
+trainer = mt.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data{more})
+"""
+
+
+@pytest.mark.slow
+def test_a_plain_cell_shows_its_training(kernel: Kernel, tmp_path: Path) -> None:
+    kernel.finish(kernel.start(SETUP), timeout=240)
+    kernel.run(f"%megatrain init --offload-dir {tmp_path}/o --max-ram 1GB --device cpu")
+    plain = PLAIN.format(out=tmp_path / "out", more="")
+    assert kernel.run(plain)[0]["status"] == "ok"
+
+    reply, messages = kernel.finish(kernel.start("trainer.train();"), timeout=240)
+    assert reply["status"] == "ok"
+    shown = [m["content"] for m in messages if is_view(m)]
+    views = [c["data"]["text/plain"] for c in shown if "text/html" in c["data"]]
+    assert any(text.startswith("Step 4 of 4 (done): loss ") for text in views)
+    assert not any(text.startswith("<IPython") for text in views)  # transformers' own
+    pages = [c["data"]["text/html"] for c in shown if "text/html" in c["data"]]
+    assert any("Evaluation, loss" in html and "at step 4" in html for html in pages)
+    _, messages = kernel.run(
+        "import threading\n"
+        "session = mt.current_session()\n"
+        "[t.name for t in threading.enumerate() if t.name == 'megatrain-view'], "
+        "session.callbacks, session.shown"
+    )
+    left = of_type(messages, "execute_result")[0]["data"]["text/plain"]
+    assert left == "([], [], False)"
+
+    quiet = "trainer.display = 'none'\ntrainer.train();"
+    _, messages = kernel.finish(kernel.start(quiet), timeout=240)
+    texts = [m["content"]["data"]["text/plain"] for m in messages if is_view(m)]
+    assert not any(text.startswith("Step") for text in texts)
+
+    # A cell that says how it is shown is obeyed by the Trainer in it.
+    body = "%%megatrain train --display none\ntrainer.display = None\ntrainer.train();"
+    _, messages = kernel.finish(kernel.start(body), timeout=240)
+    texts = [m["content"]["data"]["text/plain"] for m in messages if is_view(m)]
+    assert not any(text.startswith("Step") for text in texts)
+
+    wrong = PLAIN.format(out=tmp_path / "out", more=", display='hologram'")
+    reply, _ = kernel.finish(kernel.start(wrong), timeout=240)
+    assert reply["ename"] == "ArgumentError"
+    assert "use one of: auto, widget, html, text, none" in reply["evalue"]
+
+
+@pytest.mark.slow
+def test_lines_of_a_run_in_the_background_stay_in_its_cell(
+    kernel: Kernel, tmp_path: Path
+) -> None:
+    kernel.finish(kernel.start(SETUP), timeout=240)
+    kernel.run(f"%megatrain init --offload-dir {tmp_path}/o --max-ram 1GB --device cpu")
+    assert kernel.run(PLAIN.format(out=tmp_path / "out", more=""))[0]["status"] == "ok"
+    start = "%%megatrain train --background --display text\nprint('from the body')\ntrainer.train();"
+    msg_id = kernel.start(start)
+    kernel.finish(msg_id)
+    _, messages = kernel.finish(
+        kernel.start("runs = %megatrain runs\nruns[1].wait()"), timeout=60
+    )
+    assert stream(messages) == ""
+    assert [m for m in messages if is_view(m)] == []

@@ -10,22 +10,29 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from megatrain_nb.notebook.pictures import BLUE, curves
-from megatrain_nb.notebook.progress import Snapshot
 from megatrain_nb.notebook.render import page, text_line
+from megatrain_nb.notebook.snapshot import Snapshot
+from megatrain_nb.plan.history import StepRow
 from megatrain_nb.runtime.status import TierStatus
 
+SECONDS = {"compute": 2.0, "wait": 1.0, "update": 0.5, "other": 0.25, "new": 0.25}
 FULL = Snapshot(
     state="training",
-    step=37,
     num_done=37,
     total_steps=200,
-    loss=2.3456,
-    grad_norm=0.9,
-    tokens_per_s=1234.0,
-    seconds={"compute": 2.0, "wait": 1.0, "update": 0.5, "other": 0.25, "new": 0.25},
     elapsed_s=148.0,
-    left_s=652.0,
-    losses=[(1, 5.5), (20, 3.0), (37, 2.3456)],
+    rows=[
+        StepRow(
+            step=step,
+            count=count,
+            end_s=4.0 * step,
+            loss=loss,
+            grad_norm=0.9,
+            tokens=4936 * count,
+            seconds={cause: s * count for cause, s in SECONDS.items()},
+        )
+        for step, count, loss in ((1, 1, 5.5), (20, 19, 3.0), (37, 17, 2.3456))
+    ],
     tiers={
         "ram": TierStatus(
             used_bytes=5 * 10**8, peak_bytes=7 * 10**8, limit_bytes=8 * 10**8
@@ -105,17 +112,43 @@ def test_page_uses_only_what_untrusted_notebooks_keep(state: str) -> None:
 def test_page_before_the_first_step(state: str) -> None:
     snap = Snapshot(state=state)
     parse(page(snap))
-    assert text_line(snap).startswith("Step 0")
+    begins = "Starting (starting)" if state == "waiting" else "Step 0"
+    assert text_line(snap).startswith(begins)
+
+
+def test_what_the_cell_does_before_it_trains_is_told() -> None:
+    snap = Snapshot(doing="line 3: model = make(a < b)", elapsed_s=2.0)
+    parse(page(snap))
+    assert "Starting line 3: model = make(a &lt; b) 2 s elapsed" in text_of(page(snap))
+    assert (
+        text_line(snap)
+        == "Starting (starting; line 3: model = make(a < b)): 2 s elapsed"
+    )
+
+
+def test_evaluations_are_shown() -> None:
+    found = {"eval_loss": 3.25, "eval_top_k": 0.5, "eval_runtime": 9.0, "epoch": 1.0}
+    snap = replace(FULL, evaluations=[(20, {"eval_loss": 4.0}), (37, found)])
+    shown = text_of(page(snap))
+    assert "Evaluation, loss at step 37 3.250" in shown
+    assert "Evaluation, top k at step 37 0.5000" in shown
+    assert "runtime" not in shown
+    source = parse(page(snap)).images[0]["src"] or ""
+    drawn = base64.b64decode(source.partition("base64,")[2]).decode()
+    assert drawn.count("<polyline") == 2
 
 
 def test_unknown_numbers_are_a_dash() -> None:
-    snap = Snapshot(state="training", step=3, num_done=3, loss=math.nan)
+    snap = Snapshot(state="training", num_done=3, rows=[StepRow(step=3)])
+    assert math.isnan(snap.loss)
     parse(page(snap))
     assert "loss -, gradient norm -" in text_line(snap)
 
 
 def test_step_of_the_model_is_shown_where_it_differs() -> None:
-    snap = Snapshot(state="training", step=25, num_done=5, total_steps=20)
+    snap = Snapshot(
+        state="training", num_done=5, total_steps=20, rows=[StepRow(step=25)]
+    )
     assert "Step 5 of 20" in text_of(page(snap))
     assert "Step of this model 25" in text_of(page(snap))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatrain_nb.plan.history import History, StepRow
-from megatrain_nb.plan.layout import Layout
+from megatrain_nb.plan.layout import Layout, PieceLayout
 from megatrain_nb.plan.model import pack_params
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.callbacks import StepResult
@@ -209,6 +210,73 @@ def test_a_whole_run_adds_up(tmp_path: Path, resident: int) -> None:
     assert counted == len(needs) > 0
     whole = np.array(recorder.layout.num_bytes(resident=True))
     assert whole.sum() <= resident
+
+
+def test_two_sessions_one_after_the_other(tmp_path: Path) -> None:
+    """The same model again: nothing of the first session's memory counts for the second."""
+    totals = []
+    for turn in range(2):
+        with opened(tmp_path / str(turn)) as session:
+            session.max_resident_bytes = 9000
+            model, optimizer = wrapped(seeded(TinyLM), lr=1e-3)
+            recorder = Recorder()
+            follow(session, recorder)
+            for step in range(3):
+                window_step(model, optimizer, step)
+            pager = next(iter(session.models)).pager
+            there = sum(piece.num_bytes for piece in pager.layout() if piece.in_ram)
+            now = recorder.now()
+            assert now.in_ram.sum() + now.arriving.sum() == there
+            assert [row.step for row in recorder.rows()] == [1, 2, 3]
+            totals.append(recorder.totals["hit"] + recorder.totals["miss"])
+    assert totals[1] > 0
+
+
+def test_two_hundred_layers_and_many_steps_in_bounded_memory() -> None:
+    """What 10,000 steps leave is what 6,000 leave; `History` is tried with 100,000 below."""
+    layers = 200
+    names = tuple(f"layer{index}" for index in range(layers))
+    recorder = Recorder()
+    recorder.on_layout(
+        Layout(
+            model="0", name="Deep", blocks=names, pack_names=names, block_of_pack=tuple(range(layers)),
+            pieces=tuple(PieceLayout(f"0/weights/{i}", PIECE, False, False) for i in range(layers)),
+        )
+    )  # fmt: skip
+    begin = recorder.begin_s
+
+    def run(first: int, last: int) -> int:
+        for step in range(first, last):
+            now, key = begin + step, f"0/weights/{step % layers}"
+            for kind, num_bytes, outcome in (
+                ("ENTER", PIECE, ""), ("NEED", PIECE, "late"), ("LEAVE", 0, ""),
+            ):  # fmt: skip
+                recorder.on_span(
+                    Span(
+                        kind=kind, name=key, start_s=now, end_s=now + 0.5, num_bytes=num_bytes, outcome=outcome,
+                    )
+                )  # fmt: skip
+            recorder.on_span(
+                Span(kind="READ", name=f"{key}/0", start_s=now, end_s=now + 0.5, num_bytes=PIECE)
+            )  # fmt: skip
+            recorder.on_step_end(
+                StepResult(step=step, loss=1.0, grad_norm=1.0, tokens=1, seconds={"other": 1})
+            )  # fmt: skip
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        run(1, 6001)  # 4 spans a step: the list of spans is full
+        before = tracemalloc.get_traced_memory()[0]
+        after = run(6001, 10_001)
+    finally:
+        tracemalloc.stop()
+    assert recorder.totals["late"] == 10_000
+    assert sum(row.count for row in recorder.rows()) == 10_000
+    assert (
+        after - before < 1_000_000
+    )  # a row of 200 layers takes 6 kB: 24 MB if all were kept
+    assert recorder.now().in_ram.sum() == recorder.now().arriving.sum() == 0
 
 
 def test_another_models_spans_count_nowhere(setting: Setting) -> None:

@@ -1,0 +1,108 @@
+"""The live view as widgets: buttons, fields and the picture."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import ipywidgets as widgets
+
+from megatrain_nb.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatrain_nb.notebook.view import Watch
+    from megatrain_nb.runtime.controls import Controls
+
+
+class Panel:
+    """Buttons, fields and the picture.
+
+    What a click calls only notes a request: it may come on any thread.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        wide = {"width": "auto"}
+        self.pause = widgets.Button(description="Pause", icon="pause", layout=wide)
+        self.stop = widgets.Button(description="Stop", icon="stop", layout=wide)
+        self.save = widgets.Button(
+            description="Save model now", icon="save", layout=wide
+        )
+        self.pause.tooltip = "Wait after the step in progress"
+        self.stop.tooltip = "End after the step in progress; the model stays whole"
+        self.save.tooltip = "Export the model when the step in progress is complete"
+        field = {"width": "150px", "margin": "2px 2px 2px 14px"}
+        self.logging = widgets.BoundedIntText(
+            description="Log every", min=0, max=10**9, layout=field
+        )
+        self.logging.tooltip = "Steps between two log lines; 0 leaves it as it is"
+        self.rate = widgets.BoundedFloatText(
+            value=1.0, description="LR factor", min=0.0, max=1e6, step=0.1, layout=field
+        )
+        self.rate.tooltip = "Factor on the learning rate, from the next step on"
+        for each in (self.logging, self.rate):
+            each.style.description_width = "68px"
+        self.picture = widgets.HTML()
+        self.row = widgets.HBox(
+            [self.pause, self.stop, self.save, self.logging, self.rate],
+            layout={"flex_flow": "row wrap"},
+        )
+        self.box = widgets.VBox([self.row, self.picture])
+        self.pause.on_click(lambda _: self._ask(_toggle))
+        self.stop.on_click(lambda _: self._ask(lambda controls: controls.stop()))
+        self.save.on_click(lambda _: self._ask(lambda controls: controls.save()))
+        self.logging.observe(self._set_logging, "value")
+        self.rate.observe(self._set_rate, "value")
+
+    def show(self, html: str, state: str) -> None:
+        """Draw a page, and say on the buttons what they would do now."""
+        controls = self._watch.controls
+        for each in (self.pause, self.save, self.logging, self.rate):
+            self._set(each, "disabled", controls is None)  # there is nobody to ask yet
+        paused = controls is not None and controls.paused
+        self._set(self.pause, "description", "Resume" if paused else "Pause")
+        self._set(self.pause, "icon", "play" if paused else "pause")
+        stopping = state in ("finishing", "stopping")
+        self._set(self.stop, "description", "Stopping" if stopping else "Stop")
+        self._set(self.stop, "disabled", stopping or controls is None)
+        self.picture.value = html
+
+    def close(self) -> None:
+        """Take every widget away, from the kernel as well."""
+        for widget in (*self.row.children, self.picture, self.row, self.box):
+            for part in ("style", "layout"):
+                with contextlib.suppress(AttributeError):
+                    getattr(widget, part).close()
+            widget.close()
+
+    @staticmethod
+    def _set(widget: Any, name: str, value: object) -> None:
+        if getattr(widget, name) != value:
+            setattr(widget, name, value)
+
+    def _ask(self, request: Callable[[Controls], None]) -> None:
+        controls = self._watch.controls
+        if controls is None:
+            return
+        try:
+            request(controls)
+            self._watch.note = ""
+        except ArgumentError as error:
+            self._watch.note = str(error)
+
+    def _set_logging(self, change: Any) -> None:
+        steps = int(change["new"]) or None
+        self._ask(lambda controls: setattr(controls, "logging_steps", steps))
+
+    def _set_rate(self, change: Any) -> None:
+        factor = float(change["new"])
+        self._ask(lambda controls: setattr(controls, "lr_factor", factor))
+
+
+def _toggle(controls: Controls) -> None:
+    if controls.paused:
+        controls.resume()
+    else:
+        controls.pause()
