@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         models,
     )
     from megatrain_nb.runtime.load import from_config
+    from megatrain_nb.runtime.pretrained import from_pretrained
     from megatrain_nb.runtime.probe import probe
     from megatrain_nb.runtime.recode import recompress
     from megatrain_nb.runtime.recording import export_trace, record
@@ -66,6 +67,7 @@ _LAZY = {
     "explore": "notebook.explore",
     "export_trace": "runtime.recording",
     "from_config": "runtime.load",
+    "from_pretrained": "runtime.pretrained",
     "init": "runtime.session",
     "largest_model": "runtime.forecast",
     "least_ram_gb": "runtime.forecast",
@@ -102,6 +104,7 @@ __all__ = [
     "explore",
     "export_trace",
     "from_config",
+    "from_pretrained",
     "init",
     "largest_model",
     "least_ram_gb",
