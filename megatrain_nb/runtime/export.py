@@ -11,6 +11,7 @@ import math
 import os
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -201,7 +202,7 @@ class _Reading:
             if isinstance(leaf, Stored)
         ]
         self._after = {
-            pack: after for (pack, _), after in zip(order, order[1:], strict=False)
+            pack: after for (pack, _), after in pairwise(order)
             if pack != after[0]
         }  # fmt: skip
         self._pack_of = {name: pack.index for name, pack in pack_of.items()}
@@ -303,7 +304,7 @@ def _write_beside(
     if hasattr(model, "is_remote_code") and model.is_remote_code():  # type: ignore[operator]
         from transformers.dynamic_module_utils import custom_object_save  # noqa: PLC0415
 
-        custom_object_save(model, folder, config=model.config)
+        custom_object_save(model, folder, config=model.config)  # type: ignore[arg-type]
     for part in ("config", "generation_config"):
         if hasattr(getattr(model, part, None), "save_pretrained"):
             with _noted(model, getattr(model, part), shards):

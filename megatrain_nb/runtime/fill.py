@@ -10,15 +10,16 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import sys
+from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from megatrain_nb.codec.split import Split, split
@@ -47,8 +48,6 @@ from megatrain_nb.runtime.tensor import plain_parameter, stream_parameter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import nn
-
     from megatrain_nb.plan.model import PackSpec
     from megatrain_nb.runtime.layers import Layers
     from megatrain_nb.runtime.lazy import Leaf
@@ -58,6 +57,7 @@ _CHUNK_BYTES = 8 << 20
 _THREADS = 4
 # Reads that are under way or wait to be converted: as many chunks are in RAM at most.
 _AHEAD = 8
+_MADV_PAGEOUT = 21
 
 Views = tuple[Tensor, ...]
 
@@ -85,9 +85,10 @@ def fill(offloaded: OffloadedModel, origins: dict[nn.Parameter, Origin]) -> None
             filling.pack(pack, {param: nodes[param] for param in params})
             for param in params:
                 home, source = offloaded.layers.homes[param], offloaded.source(param)
-                before = _before(param)
-                if before is not None:
-                    origins[param] = before
+                if nodes[param] is node_of(param):
+                    origins[param] = nodes[param]
+                elif filling.mapped.holds(param):
+                    origins[param] = param.data
                 stream_parameter(param, source, offloaded.device, home.dtype)
     offloaded.pager.barrier()
 
@@ -111,15 +112,46 @@ def read_what_stays(model: nn.Module, layers: Layers) -> None:
                 make_plain(buffer)
 
 
-def _before(param: nn.Parameter) -> Origin | None:
-    node = node_of(param)
-    if node is not None:
-        return node
-    return param.data if _is_mapped(param) else None
+class Mapped:
+    """Which memory of this process is a mapped file, as the kernel says when this is made (proc(5), maps)."""
 
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        try:
+            lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()  # fmt: skip
+        except OSError:  # not Linux
+            return
+        for line in lines:
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):
+                start, _, end = fields[0].partition("-")
+                self._starts.append(int(start, 16))
+                self._ends.append(int(end, 16))
 
-def _is_mapped(values: Tensor) -> bool:
-    return values.device.type == "cpu" and bool(values.untyped_storage().filename)
+    def holds(self, values: Tensor) -> bool:
+        """Whether a tensor's values are in a mapped file."""
+        if values.device.type != "cpu" or type(values) not in (Tensor, nn.Parameter):
+            return False
+        first = values.data_ptr()
+        index = bisect_right(self._starts, first) - 1
+        return index >= 0 and first < self._ends[index]
+
+    def let_go(self, values: Tensor) -> None:
+        """Tell the kernel that values in a mapped file are not needed again, so that they need not stay in RAM.
+
+        What somebody has changed in the mapping stays: the kernel drops only what it can read again (madvise(2),
+        MADV_PAGEOUT, Linux 5.4). Where it cannot, nothing happens.
+        """
+        if not self.holds(values):
+            return
+        # Whole pages; one that is shared with the neighbour is let go of twice.
+        first = values.data_ptr()
+        start = first - first % mmap.PAGESIZE
+        size = first + values.numel() * values.itemsize - start
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_PAGEOUT
+        )
 
 
 def _node(param: nn.Parameter, name: str) -> Node:
@@ -130,6 +162,7 @@ class _Filling:
     """Threads that read, and what they have read and nobody has used yet."""
 
     def __init__(self, offloaded: OffloadedModel, bar: tqdm[Any]) -> None:
+        self.mapped = Mapped()
         self._offloaded = offloaded
         self._bar = bar
         self._readers = ThreadPoolExecutor(_THREADS, "megatrain-load")
@@ -192,7 +225,7 @@ class _Filling:
             self._finish(0)
             with leaf.read(start, stop) as values:
                 done(values)
-                let_go(values)
+                self.mapped.let_go(values)
             return
         target = views[0]
         if len(views) == 1 and target.dtype == leaf.dtype and target.is_contiguous():
@@ -257,23 +290,3 @@ def _put(values: Tensor, views: Views) -> None:
         split(master, halves)
         for view, half in zip(views, halves, strict=True):
             view.copy_(torch.from_numpy(half).view(view.shape))
-
-
-def let_go(values: Tensor) -> None:
-    """Tell the kernel that values in a mapped file are not needed again: they need not stay in RAM for us.
-
-    What somebody has changed in the mapping stays: the kernel drops only what it can read again (madvise(2),
-    MADV_PAGEOUT, Linux 5.4). Where it cannot, nothing happens.
-    """
-    if not sys.platform.startswith("linux") or not _is_mapped(values):
-        return
-    first = values.data_ptr()
-    end = first + values.numel() * values.itemsize
-    # Whole pages; one that is shared with the neighbour is let go of twice.
-    first -= first % mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(
-        ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_PAGEOUT
-    )
-
-
-_MADV_PAGEOUT = 21

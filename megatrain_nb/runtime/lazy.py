@@ -31,19 +31,19 @@ Shape = tuple[int, ...]
 
 
 class Leaf(Protocol):
-    """Values that are somewhere, in one stretch, row by row.
+    """Values that are somewhere, in one stretch, row by row."""
 
-    Attributes
-    ----------
-    name
-        As an error should name it.
-    shape, dtype
-        Of the values.
-    """
+    @property
+    def name(self) -> str:
+        """What an error should call it."""
 
-    name: str
-    shape: Shape
-    dtype: torch.dtype
+    @property
+    def shape(self) -> Shape:
+        """Of the values."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
 
     def read(self, start: int, stop: int) -> AbstractContextManager[Tensor]:
         """Give elements ``start`` to ``stop`` for a moment, a flat tensor."""

@@ -238,6 +238,14 @@ def _give(
         made = _load(type(model), model.config, checkpoint, dtype, path, session, {})
         values = dict(made.named_parameters(remove_duplicate=False))
         values |= dict(made.named_buffers(remove_duplicate=False))
+    _assign(model, values, path, session)
+    return model
+
+
+def _assign(
+    model: nn.Module, values: dict[str, Tensor], path: str, session: Session
+) -> None:
+    """Let a model's parameters and buffers be these tensors; tied ones stay tied."""
     params, buffers = _sites(model)
     missing = [
         names[0]
@@ -268,7 +276,6 @@ def _give(
     unused = values.keys() - {name for names in params.values() for name in names} - buffers.keys()  # fmt: skip
     if unused:
         session.note(f"{path}: {_named(unused)} are in the checkpoint, and the model has no place for them")  # fmt: skip
-    return model
 
 
 def _sites(
