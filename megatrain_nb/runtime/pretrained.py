@@ -8,6 +8,7 @@ Then the model moves into the session as any other does, and only there bytes ar
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, MegatrainError, ModelError
+from megatrain_nb.runtime.folder import recover
 from megatrain_nb.runtime.layers import parse_dtype
 from megatrain_nb.runtime.offload import offload, offloaded_model
 from megatrain_nb.runtime.session import require_session
@@ -115,6 +117,8 @@ def _locate(path: str | os.PathLike[str], variant: str | None, hub: dict[str, An
         raise ArgumentError(msg)
     folder = Path(path)
     if folder.is_dir():
+        with suppress(OSError):  # a folder that may only be read
+            recover(folder)
         return folder
     if folder.exists():
         msg = f"{folder} is a file; give the folder that it is in"

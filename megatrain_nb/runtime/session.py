@@ -28,6 +28,7 @@ from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.device import open_device, pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.piece import MOMENTS, What
+from megatrain_nb.runtime.ramwatch import RamWatch
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.store.checkpoint import read_checkpoints, sweep
 from megatrain_nb.store.disk import DiskStore
@@ -158,6 +159,7 @@ class Session:
         self.notes = self._find_notes(reclaimed)
         self._tell_found(found)
         self._peak = rss.PeakMeter()
+        self._watch = RamWatch(self.max_ram_bytes, self.note)
 
     def _open_store(self, pinned: list[Manifest]) -> None:
         """Open pool and store; what was packed by a session before is read as well."""
@@ -214,6 +216,7 @@ class Session:
             closing.callback(self.pool.close)
             closing.callback(self.threads.close)
             closing.callback(self.store.close)
+            closing.callback(self._watch.close)
             for model in list(self._models):
                 closing.callback(model.close, "the session was closed")
                 self._warn_unsaved(model)

@@ -112,8 +112,6 @@ def test_dtypes(name: str, source: str, dtype: str, kind: str, tmp_path: Path) -
     exact = parameters(plain_loaded(name, folder, torch.float32))
     with opened(tmp_path / "store", "disk"):
         model: Any = mt.from_pretrained(auto_class(name), folder, dtype=dtype)
-        check_values(model, plain, exact, dtype)
-        assert model.config.dtype == getattr(torch, dtype)
         offloaded = offloaded_model(model)
         assert offloaded is not None
         for pack in offloaded.layers.spec.packs:
@@ -121,6 +119,8 @@ def test_dtypes(name: str, source: str, dtype: str, kind: str, tmp_path: Path) -
                 assert offloaded.pager.is_blank(pack.index, What.LOW) == (
                     source == "bfloat16"
                 )
+        check_values(model, plain, exact, dtype)
+        assert model.config.dtype == getattr(torch, dtype)
 
 
 def check_values(model: Any, plain: Any, exact: Any, dtype: str) -> None:
@@ -165,7 +165,7 @@ def test_bin(old: bool, sharded: bool, tied: bool, tmp_path: Path) -> None:
             file = f"pytorch_model-{index}.bin"
             torch.save({key: state[key] for key in part}, folder / file)
             weight_map |= dict.fromkeys(part, file)
-        index_text = json.dumps({"weight_map": weight_map})
+        index_text = json.dumps({"metadata": {}, "weight_map": weight_map})
         (folder / "pytorch_model.bin.index.json").write_text(index_text)
         path.unlink()
     plain = plain_loaded("llama", folder)
@@ -286,7 +286,7 @@ def test_a_plain_module_on_the_meta_device(tied: bool, tmp_path: Path) -> None:
         assert any("other are in the checkpoint" in note for note in session.notes)
         with torch.device("meta"):
             larger = TinyLM(num_layers=4)
-        with pytest.raises(mt.ModelError, match=r"has no layers\.3"):
+        with pytest.raises(mt.ModelError, match=r"has no .*layers\.3"):
             mt.from_pretrained(larger, tmp_path / "saved")
 
 
@@ -304,7 +304,13 @@ def test_a_model_that_accelerate_keeps_elsewhere(
         model: Any = auto_class("llama").from_pretrained(
             folder,
             dtype=torch.float32,
-            device_map={"": "cpu", "model.layers": "disk"},
+            device_map={
+                "model.embed_tokens": "cpu",
+                "model.layers": "disk",
+                "model.norm": "cpu",
+                "model.rotary_emb": "cpu",
+                "lm_head": "cpu",
+            },
             offload_folder=tmp_path / "offload",
         )
     else:
