@@ -43,7 +43,11 @@ from megatrain_nb.runtime.lazy import (
 )
 from megatrain_nb.runtime.piece import What, master_of
 from megatrain_nb.runtime.shards import FilePart, InRam
-from megatrain_nb.runtime.tensor import plain_parameter, stream_parameter
+from megatrain_nb.runtime.tensor import (
+    StreamedParameter,
+    plain_parameter,
+    stream_parameter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -95,10 +99,10 @@ def fill(offloaded: OffloadedModel, origins: dict[nn.Parameter, Origin]) -> None
 
 def put_back(param: nn.Parameter, before: Origin) -> None:
     """Let a parameter's values be where they were before `fill`, in a file."""
-    if isinstance(before, Tensor):
-        plain_parameter(param, before)  # type: ignore[arg-type]
-    else:
+    if not isinstance(before, Tensor):
         make_lazy(param, before)
+    elif isinstance(param, StreamedParameter):
+        plain_parameter(param, before)
 
 
 def read_what_stays(model: nn.Module, layers: Layers) -> None:
@@ -228,6 +232,7 @@ class _Filling:
                 self.mapped.let_go(values)
             return
         target = views[0]
+        read: Future[Any]
         if len(views) == 1 and target.dtype == leaf.dtype and target.is_contiguous():
             read = self._readers.submit(leaf.read_into, target.view(-1), start)
         else:

@@ -39,7 +39,9 @@ def take_from_hooks(model: nn.Module) -> None:
     found = [(module, hook) for module in hooked for hook in _offloading(module)]
     taken: list[tuple[nn.Module, str, Any]] = []
     for module, hook in found:
-        tensors = dict(module.named_parameters(recurse=hook.place_submodules))
+        tensors: dict[str, Tensor] = dict(
+            module.named_parameters(recurse=hook.place_submodules)
+        )
         tensors |= dict(module.named_buffers(recurse=hook.place_submodules))
         for name, tensor in tensors.items():
             if tensor.device.type == "meta":
@@ -51,14 +53,15 @@ def take_from_hooks(model: nn.Module) -> None:
         if before is None:
             place._buffers[last] = value
             continue
-        param = made.get(before)
-        if param is None:
-            param = nn.Parameter(value, requires_grad=before.requires_grad)
-            made[before] = param
-        place._parameters[last] = param
+        made.setdefault(before, nn.Parameter(value, requires_grad=before.requires_grad))
+        place._parameters[last] = made[before]
     for _, hook in found:
         hook.offload = False  # else it would bring all weights into RAM as it leaves
     remove_hook_from_module(model, recurse=True)
+    if hasattr(
+        model, "tie_weights"
+    ):  # accelerate gave each module a parameter of its own
+        model.tie_weights()  # type: ignore[operator]
     model.__dict__.pop("hf_device_map", None)
 
 

@@ -125,8 +125,8 @@ def _locate(path: str | os.PathLike[str], variant: str | None, hub: dict[str, An
         raise ArgumentError(msg)
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
-    tail = f".{variant}" if variant else ""
-    for weights in (f"*{tail}*.safetensors", f"*{tail}*.bin"):
+    some = f"*.{variant}*" if variant else "*"
+    for weights in (f"{some}.safetensors", f"{some}.bin"):
         try:
             found = snapshot_download(
                 str(path), allow_patterns=["*.json", "*.py", weights], **hub

@@ -291,7 +291,8 @@ class Trainer(transformers.Trainer):
         """Write model, tokenizer and arguments, as transformers does; any model, and all but the arguments at once."""
         if not self.args.should_save:
             return
-        directory = Path(output_dir or self.args.output_dir)
+        directory = Path(output_dir or self.args.output_dir or ".")
+        assert self.model is not None
         tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)  # fmt: skip
         save_pretrained(self.model, directory, tokenizer=tokenizer)
         torch.save(self.args, directory / TRAINING_ARGS_NAME)

@@ -42,7 +42,7 @@ def make(folder: Path, layers: int, dtype: torch.dtype) -> None:
     for key in state:
         groups.setdefault(".".join(key.split(".")[:3]), []).append(key)
     generator = torch.Generator().manual_seed(0)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, keys in enumerate(groups.values()):
         name = f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors"
         tensors = {

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatrain_nb.store.host import map_pages
@@ -39,7 +38,7 @@ def run(*arguments: object) -> Any:
 def copy_rate(folder: Path, to: Path) -> float:
     """Read a folder's shards and write them elsewhere, O_DIRECT, one piece after the other: bytes per second, both ways."""
     forget(folder)
-    data = np.frombuffer(map_pages(PIECE_BYTES), np.uint8)
+    data = map_pages(PIECE_BYTES)
     target = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
     moved, pieces, start = 0, 0, time.perf_counter()
     try:
