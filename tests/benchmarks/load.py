@@ -1,6 +1,6 @@
 """Load a checkpoint and write it again, in a process of its own; the last line of stdout is a report in JSON.
 
-``python -m tests.benchmarks.load make FOLDER LAYERS DTYPE`` makes a checkpoint;
+``python -m tests.benchmarks.load make FOLDER HIDDEN LAYERS DTYPE`` makes a checkpoint;
 ``python -m tests.benchmarks.load move WAY FOLDER DIR MAX_RAM_GB`` loads it (``ours``: mt.from_pretrained; ``plain``:
 transformers and mt.wrap), and saves it to ``DIR/saved``.
 """
@@ -22,17 +22,17 @@ import megatrain_nb as mt
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.session import load_code
 
-VOCABULARY, HIDDEN = 32000, 1536
+VOCABULARY = 16384
 
 
-def make(folder: Path, layers: int, dtype: torch.dtype) -> None:
+def make(folder: Path, hidden: int, layers: int, dtype: torch.dtype) -> None:
     """Write a checkpoint layer by layer, a shard for each."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=4096,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3,
         num_hidden_layers=layers,
-        num_attention_heads=HIDDEN // 64,
+        num_attention_heads=hidden // 64,
         tie_word_embeddings=False,
     )
     with torch.device("meta"):
@@ -51,7 +51,7 @@ def make(folder: Path, layers: int, dtype: torch.dtype) -> None:
         }
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(keys, name)
-    text = json.dumps({"weight_map": weight_map})
+    text = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(text)
     print(json.dumps({"num_params": sum(x.numel() for x in state.values())}))
 
@@ -99,6 +99,7 @@ def move(way: str, folder: Path, directory: Path, max_ram_gb: float) -> None:
 if __name__ == "__main__":
     command, *arguments = sys.argv[1:]
     if command == "make":
-        make(Path(arguments[0]), int(arguments[1]), getattr(torch, arguments[2]))
+        hidden, layers = map(int, arguments[1:3])
+        make(Path(arguments[0]), hidden, layers, getattr(torch, arguments[3]))
     else:
         move(arguments[0], Path(arguments[1]), Path(arguments[2]), float(arguments[3]))

@@ -17,7 +17,7 @@ from megatrain_nb.store.host import map_pages
 from tests.benchmarks.load import forget
 
 ROOT = Path(__file__).parents[2]
-LAYERS = 39  # 1.2 G parameters
+HIDDEN, LAYERS = 1536, 41  # 1.2 G parameters
 MAX_RAM_GB = 1.5
 PIECE_BYTES = 16 << 20
 
@@ -63,7 +63,7 @@ def test_load_and_save(way: str, tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 25e9:
         pytest.skip("needs 25 GB of free disk")
     folder = tmp_path / "checkpoint"
-    num_params = run("make", folder, LAYERS, "float32")["num_params"]
+    num_params = run("make", folder, HIDDEN, LAYERS, "float32")["num_params"]
     num_bytes = 4 * num_params
     rates = [copy_rate(folder, tmp_path / "copy")]
     report = run("move", way, folder, tmp_path, MAX_RAM_GB)
