@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, MegatrainError, ModelError
+from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.folder import recover
 from megatrain_nb.runtime.layers import parse_dtype
 from megatrain_nb.runtime.offload import offload, offloaded_model
-from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.shards import open_checkpoint
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def from_pretrained(
     hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
     variant, subfolder = kwargs.pop("variant", None), kwargs.pop("subfolder", "")
     folder = _locate(path, variant, hub) / subfolder
-    session.check_in()
+    session.models.check_in()
     checkpoint = open_checkpoint(
         folder, variant=variant, most_bytes=session.max_ram_bytes
     )

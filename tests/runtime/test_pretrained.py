@@ -17,9 +17,9 @@ from tqdm.auto import tqdm
 
 import megatrain_nb as mt
 from megatrain_nb.runtime import fill, shards
+from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.piece import What
-from megatrain_nb.runtime.session import current_session
 from tests.runtime.common import TinyLM, differing, seeded, snapshot
 from tests.runtime.models import (
     ARCHITECTURES,
@@ -357,7 +357,7 @@ def test_another_shape(saved: Path, tmp_path: Path) -> None:
     with opened(tmp_path / "store", "disk") as session:
         with pytest.raises(mt.ModelError, match=r"does not fit LlamaForCausalLM"):
             mt.from_pretrained(auto_class("llama"), saved)
-        assert session.models == ()
+        assert list(session.models) == []
         assert session.store.used_bytes == 0
         mt.from_pretrained(auto_class("llama"), saved, ignore_mismatched_sizes=True)
         assert any("lm_head.weight have another shape" in x for x in session.notes)
@@ -460,7 +460,7 @@ def test_a_damaged_file(kind: str, saved: Path, tmp_path: Path) -> None:
     with opened(tmp_path / "store", "disk") as session:
         with pytest.raises(mt.StoreError, match=r"model\.safetensors"):
             mt.from_pretrained(auto_class("llama"), saved)
-        assert session.models == ()
+        assert list(session.models) == []
         assert session.store.used_bytes == 0
 
 
@@ -578,7 +578,7 @@ def test_a_disk_that_fails_on_the_way(
     with opened(tmp_path / "store", "disk") as session:
         with pytest.raises(mt.StoreError, match="I/O error"):
             mt.from_pretrained(auto_class("llama"), saved)
-        assert session.models == ()
+        assert list(session.models) == []
         assert session.store.used_bytes == 0
         assert session.pool.in_use_bytes == 0
         failing[0] = -10_000
