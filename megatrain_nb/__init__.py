@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from megatrain_nb.runtime.init import init
     from megatrain_nb.runtime.load import from_config
+    from megatrain_nb.runtime.pretrained import from_pretrained
     from megatrain_nb.runtime.probe import probe
     from megatrain_nb.runtime.recode import recompress
     from megatrain_nb.runtime.recording import export_trace, record
@@ -71,6 +72,7 @@ _LAZY = {
     "export_distributed": "runtime.distributed",
     "export_trace": "runtime.recording",
     "from_config": "runtime.load",
+    "from_pretrained": "runtime.pretrained",
     "import_distributed": "runtime.takeover",
     "init": "runtime.init",
     "largest_model": "runtime.forecast",
@@ -109,6 +111,7 @@ __all__ = [
     "export_distributed",
     "export_trace",
     "from_config",
+    "from_pretrained",
     "import_distributed",
     "init",
     "largest_model",

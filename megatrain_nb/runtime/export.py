@@ -1,37 +1,56 @@
-"""Write a trained model as an ordinary Hugging Face folder, one parameter in RAM at a time."""
+"""Write a trained model as an ordinary Hugging Face folder, some MB of it in RAM at a time.
+
+The weights get the names and forms that transformers writes (experts apart, projections as their authors have
+them): its own reversal of what it does when it loads is done on lazy tensors (`megatrain_nb.runtime.lazy`).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from megatrain_nb.errors import ArgumentError, StoreError
+from megatrain_nb.runtime.folder import put_in_place, recover, staged, weight_names
 from megatrain_nb.runtime.layers import parse_dtype
-from megatrain_nb.runtime.source import PieceSource
+from megatrain_nb.runtime.lazy import (
+    At,
+    Cast,
+    Joined,
+    at,
+    cast,
+    lazy,
+    leaves,
+    node_of,
+    num_bytes,
+    value,
+    whole,
+)
+from megatrain_nb.runtime.piece import What, master_of
+from megatrain_nb.runtime.shards import DTYPES, SAFE_INDEX, InRam
+from megatrain_nb.runtime.source import MasterSource, PieceSource
 from megatrain_nb.runtime.tensor import source_of
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
+    from megatrain_nb.runtime.lazy import LazyTensor, Node, Shape, Whole
 
-# The safetensors format (https://github.com/huggingface/safetensors, "Format"): the header's length in
-# 8 bytes, the header in JSON, the tensors one after the other. Its library writes whole shards from
-# RAM only, so the bytes are written here.
-_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES = 16 * 2**20
+
+# What transformers gives where it saves, and where it means what is done here anyway.
+_USUAL = {"push_to_hub": False, "save_original_format": True, "save_peft_format": True, "safe_serialization": True}  # fmt: skip
 
 
 def save_pretrained(
@@ -40,6 +59,7 @@ def save_pretrained(
     *,
     max_shard_size: float | str = "5GB",
     dtype: torch.dtype | str | None = None,
+    tokenizer: Any = None,
     **kwargs: Any,
 ) -> None:
     """Write config and weights so that ``from_pretrained(save_directory)`` gives the same model.
@@ -49,12 +69,14 @@ def save_pretrained(
     model
         In a session, or an ordinary one.
     save_directory
-        Made if it is missing; weights of an earlier save there are replaced.
+        Made if it is missing; weights of an earlier save there are replaced, other files stay.
     max_shard_size
         Of one file: GB or text such as ``"5GB"``. A parameter is never split.
     dtype
         Of the parameters: ``torch.float32``, which for a model in bf16 writes the exact master, or
         ``torch.bfloat16``; None: what they are. Buffers stay as they are.
+    tokenizer
+        A tokenizer or processor, written with the model.
     **kwargs
         ``is_main_process=False`` writes nothing. Any other option that is not None is refused.
 
@@ -63,83 +85,243 @@ def save_pretrained(
     ArgumentError
         The path is a file, another dtype, or an option that has no meaning here.
     StoreError
-        The disk is full or failed. Until every weight is written an earlier save stays whole.
+        The disk is full or failed. An earlier save in the folder is whole then, as it is after a crash.
     """
     if not kwargs.pop("is_main_process", True):
         return
-    if kwargs.pop("state_dict", None) is not None or any(
-        value is not None for value in kwargs.values()
-    ):
-        msg = f"save_pretrained writes the model's own weights; leave out {', '.join(kwargs) or 'state_dict'}"
+    refused = [name for name, value in kwargs.items()
+               if value is not None and _USUAL.get(name) is not value]  # fmt: skip
+    if refused:
+        msg = f"save_pretrained writes the model's own weights; leave out {', '.join(refused)}"
         raise ArgumentError(msg)
     directory = Path(save_directory)
     if directory.exists() and not directory.is_dir():
         msg = f"{directory} is a file; give a directory"
         raise ArgumentError(msg)
-    directory.mkdir(parents=True, exist_ok=True)
-    wanted = parse_dtype(dtype)
-    shards = _shards(model, parse_size(max_shard_size, name="max_shard_size"), wanted)
-    total = sum(item.nbytes for shard in shards for item in shard.values())
-    names = [
-        "model.safetensors"
-        if len(shards) == 1
-        else f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        for index in range(1, len(shards) + 1)
-    ]
-    written = [directory / f".{name}.part" for name in names]
-    safe = "what was there before is whole; "
+    most, wanted = parse_size(max_shard_size, name="max_shard_size"), parse_dtype(dtype)
+    shards = _shards(_tensors(model, wanted), most)
+    total = sum(num_bytes(x._node) for shard in shards for x in shard.values())
     try:
-        with tqdm(
-            total=total, unit="B", unit_scale=True, desc="Saving", delay=2, leave=False
-        ) as bar:
-            for shard, path in zip(shards, written, strict=True):
-                _write_shard(path, shard, bar)
-        safe = ""
-        _replace(directory, names, written, shards, total)
-        for part in ("config", "generation_config"):
-            if hasattr(getattr(model, part, None), "save_pretrained"):
-                with _noted(getattr(model, part), shards):
-                    getattr(model, part).save_pretrained(directory)
+        recover(directory)
+        with staged(directory) as folder:
+            names = weight_names(directory, len(shards))
+            with (
+                tqdm(total=total, unit="B", unit_scale=True, desc="Saving", delay=2, leave=False) as bar,
+                _Reading(model, shards) as reading,
+            ):  # fmt: skip
+                for shard, name in zip(shards, names, strict=True):
+                    _write_shard(folder / name, shard, reading, bar)
+            if len(names) > 1:
+                _write_index(folder / SAFE_INDEX, shards, names, total)
+            _write_beside(model, folder, shards, tokenizer)
+            put_in_place(folder, directory)
     except OSError as error:
-        msg = f"saving {format_bytes(total)} to {directory} failed: {error.strerror}; {safe}make room, and save again"
+        msg = f"saving {format_bytes(total)} to {directory} failed: {error.strerror}; what was there before is whole; make room, and save again"
         raise StoreError(msg) from error
-    finally:
-        for path in written:
-            path.unlink(missing_ok=True)
     offloaded = getattr(model, "_megatrain", None)
     if offloaded is not None:
         offloaded.note_saved()
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A tensor, and what it is to be in the file."""
+@dataclass(frozen=True)
+class Stored:
+    """A stretch of a parameter whose values are in the store."""
 
-    tensor: Tensor
+    name: str
+    source: PieceSource | MasterSource
+    shape: Shape
     dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel() * self.dtype.itemsize
+    offset: int = 0
 
     @contextmanager
-    def opened(self) -> Iterator[Tensor]:
-        """Give the values for a moment."""
-        source = source_of(self.tensor)
-        if source is None:
-            yield self.tensor.detach().to(self.dtype)
+    def read(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Give elements ``start`` to ``stop`` for a moment."""
+        first = self.offset + start
+        with self.source.part(first, first + stop - start) as values:
+            yield values
+
+    def part(self, offset: int, shape: Shape) -> Stored:
+        """Return a stretch of it that begins at element ``offset``."""
+        return replace(self, offset=self.offset + offset, shape=shape)
+
+
+def _tensors(model: nn.Module, dtype: torch.dtype | None) -> dict[str, LazyTensor]:
+    """Return what is to be written, by the names that transformers writes; a tied parameter goes once."""
+    found: dict[str, LazyTensor] = {}
+    for name, param in model.named_parameters():
+        found[name] = _lazy(name, param, dtype or param.dtype)
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent:
+            found[name] = _lazy(name, buffer, buffer.dtype)
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        found.pop(name, None)
+    if hasattr(model, "config") and hasattr(model, "_keys_to_ignore_on_save"):
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
+
+        found = revert_weight_conversion(model, found)  # type: ignore[arg-type]
+    return found
+
+
+def _lazy(name: str, tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
+    shape, source = tuple(tensor.shape), source_of(tensor)
+    node: Node = node_of(tensor) or at(InRam(name, tensor, shape))
+    if isinstance(source, PieceSource):
+        exact = source.master() if dtype == torch.float32 else source
+        assert isinstance(exact, PieceSource | MasterSource)
+        known = torch.float32 if isinstance(exact, MasterSource) else tensor.dtype
+        node = at(Stored(name, exact, shape, known))
+    return lazy(cast(node, dtype))
+
+
+def _shards(tensors: dict[str, LazyTensor], max_bytes: int) -> list[dict[str, LazyTensor]]:  # fmt: skip
+    """Deal the tensors out to files, in order."""
+    shards: list[dict[str, LazyTensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + num_bytes(tensor._node) > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += num_bytes(tensor._node)
+    return shards
+
+
+class _Reading:
+    """Reads tensors in the order in which they are written; the next pack comes while one is written."""
+
+    def __init__(self, model: nn.Module, shards: list[dict[str, LazyTensor]]) -> None:
+        self._offloaded = getattr(model, "_megatrain", None)
+        homes = {} if self._offloaded is None else self._offloaded.layers.homes
+        pack_of = {home.spec.name: home.pack for home in homes.values()}
+        order = [
+            (pack_of[leaf.name].index, leaf.dtype)
+            for shard in shards
+            for tensor in shard.values()
+            for leaf in leaves(tensor._node)
+            if isinstance(leaf, Stored)
+        ]
+        self._after = {
+            pack: after for (pack, _), after in pairwise(order)
+            if pack != after[0]
+        }  # fmt: skip
+        self._pack_of = {name: pack.index for name, pack in pack_of.items()}
+
+    def __enter__(self) -> _Reading:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._offloaded is not None:
+            self._offloaded.pager.close_held()
+
+    def pieces(self, node: Node) -> Iterator[Tensor]:
+        """Yield a tensor's values, flat and in order, some MB at a time."""
+        while isinstance(node, Cast):
+            node = node.child
+        if isinstance(node, At):
+            leaf = node.leaf
+            if isinstance(leaf, Stored):
+                self._look_ahead(leaf)
+            numel, step = math.prod(leaf.shape), _CHUNK_BYTES // leaf.dtype.itemsize
+            for start in range(0, numel, step):
+                with leaf.read(start, min(start + step, numel)) as values:
+                    yield values
+        elif isinstance(node, Joined) and node.dim == 0:
+            for child in node.children:
+                yield from self.pieces(child)
+        else:
+            with self._room(whole(node)):
+                yield value(node).reshape(-1)
+
+    def _look_ahead(self, leaf: Stored) -> None:
+        pack, dtype = self._after.pop(self._pack_of[leaf.name], (None, None))
+        if pack is None:
             return
-        if self.dtype == torch.float32 and isinstance(source, PieceSource):
-            source = source.master()
-        with source.opened(write=False) as values:
-            yield values.to(self.dtype)
+        pager = self._offloaded.pager  # type: ignore[union-attr]
+        if not pager.is_due(pack):
+            split = pager.packs[pack].split and dtype == torch.float32
+            for what in master_of(pager.packs[pack]) if split else (What.WEIGHTS,):
+                pager.fetch(pack, what)
+
+    @contextmanager
+    def _room(self, needed: Whole) -> Iterator[None]:
+        """Let the pool keep room for what is computed beside it."""
+        with ExitStack() as room:
+            if self._offloaded is not None:
+                pager = self._offloaded.pager
+                slab = pager.borrow(needed.scratch_bytes, "converting weights")
+                room.callback(pager.pool.give, slab)
+            yield
+
+
+def _write_shard(path: Path, shard: dict[str, LazyTensor], reading: _Reading, bar: tqdm[Any]) -> None:  # fmt: skip
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in shard.items():
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + num_bytes(tensor._node)],
+        }
+        offset += num_bytes(tensor._node)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in shard.values():
+            _write_tensor(file, tensor, reading, bar)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_tensor(
+    file: Any, tensor: LazyTensor, reading: _Reading, bar: tqdm[Any]
+) -> None:
+    dtype = tensor.dtype
+    for values in reading.pieces(tensor._node):
+        data = values.detach().to("cpu", dtype).contiguous().view(torch.uint8)
+        file.write(data.numpy().data)
+        bar.update(data.numel())
+
+
+def _write_index(path: Path, shards: list[dict[str, LazyTensor]], names: list[str], total: int) -> None:  # fmt: skip
+    weight_map = {
+        key: name for shard, name in zip(shards, names, strict=True) for key in shard
+    }
+    count = sum(x.numel() for shard in shards for x in shard.values())
+    metadata = {"total_parameters": count, "total_size": total}
+    content = {"metadata": metadata, "weight_map": weight_map}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_beside(
+    model: nn.Module,
+    folder: Path,
+    shards: list[dict[str, LazyTensor]],
+    tokenizer: Any,
+) -> None:
+    """Write what is not weights: config, generation config, tokenizer, the model's own code."""
+    if hasattr(model, "is_remote_code") and model.is_remote_code():  # type: ignore[operator]
+        from transformers.dynamic_module_utils import custom_object_save  # noqa: PLC0415
+
+        custom_object_save(model, folder, config=model.config)  # type: ignore[arg-type]
+    for part in ("config", "generation_config"):
+        if hasattr(getattr(model, part, None), "save_pretrained"):
+            with _noted(model, getattr(model, part), shards):
+                getattr(model, part).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
 
 
 @contextmanager
-def _noted(config: Any, shards: list[dict[str, _Item]]) -> Iterator[None]:
-    """Let the config say what the weights in the files are, as transformers does when it saves."""
-    items = [item for shard in shards for item in shard.values()]
-    dtype = next((x.dtype for x in items if x.dtype.is_floating_point), None)
+def _noted(
+    model: nn.Module, config: Any, shards: list[dict[str, LazyTensor]]
+) -> Iterator[None]:
+    """Let the config say whose weights they are and what is in the files, as transformers does when it saves."""
+    if hasattr(config, "architectures"):
+        config.architectures = [type(model).__name__]
+    tensors = [x for shard in shards for x in shard.values()]
+    dtype = next((x.dtype for x in tensors if x.dtype.is_floating_point), None)
     if dtype is None or getattr(config, "dtype", None) is None:
         yield
         return
@@ -148,87 +330,3 @@ def _noted(config: Any, shards: list[dict[str, _Item]]) -> Iterator[None]:
         yield
     finally:
         config.dtype = before
-
-
-def _shards(
-    model: nn.Module, max_bytes: int, dtype: torch.dtype | None
-) -> list[dict[str, _Item]]:
-    """Deal the tensors out to files, in order; a tied parameter goes once, under its first name."""
-    shards: list[dict[str, _Item]] = [{}]
-    size = 0
-    for name, item in _tensors(model, dtype):
-        if shards[-1] and size + item.nbytes > max_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = item
-        size += item.nbytes
-    return shards
-
-
-def _tensors(
-    model: nn.Module, dtype: torch.dtype | None
-) -> Iterator[tuple[str, _Item]]:
-    for name, param in model.named_parameters():
-        yield name, _Item(param, dtype or param.dtype)
-    persistent = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in persistent:
-            yield name, _Item(buffer, buffer.dtype)
-
-
-def _write_shard(path: Path, shard: dict[str, _Item], bar: tqdm[Any]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, item in shard.items():
-        header[name] = {
-            "dtype": _DTYPES[item.dtype],
-            "shape": list(item.tensor.shape),
-            "data_offsets": [offset, offset + item.nbytes],
-        }
-        offset += item.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for item in shard.values():
-            _write_tensor(file, item, bar)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _write_tensor(file: Any, item: _Item, bar: tqdm[Any]) -> None:
-    with item.opened() as values:
-        flat = values.cpu().contiguous().view(-1).view(torch.uint8)
-        data = memoryview(flat.numpy().data)
-        for start in range(0, len(data), _CHUNK_BYTES):
-            part = data[start : start + _CHUNK_BYTES]
-            file.write(part)
-            bar.update(len(part))
-
-
-def _replace(
-    directory: Path,
-    names: list[str],
-    written: list[Path],
-    shards: list[dict[str, _Item]],
-    total: int,
-) -> None:
-    """Put the finished files in place of those of an earlier save; nothing here needs much space."""
-    index_name = "model.safetensors.index.json"
-    index = directory / f".{index_name}.part"
-    if len(names) > 1:
-        weight_map = {
-            key: name
-            for shard, name in zip(shards, names, strict=True)
-            for key in shard
-        }
-        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        index.write_text(json.dumps(content, indent=2))
-    for path, name in zip(written, names, strict=True):
-        path.replace(directory / name)
-    if len(names) > 1:
-        index.replace(directory / index_name)
-    keep = {*names, index_name} if len(names) > 1 else set(names)
-    for old in directory.glob("model*.safetensors*"):
-        if old.name not in keep:
-            old.unlink()

@@ -17,7 +17,9 @@ from megatrain_nb.errors import (
 from megatrain_nb.runtime.adamstate import AdamState
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
+from megatrain_nb.runtime.fill import fill, put_back, read_what_stays
 from megatrain_nb.runtime.fuse import Fusing
+from megatrain_nb.runtime.hooked import take_from_hooks
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
 from megatrain_nb.runtime.logits import LargeLogits
@@ -36,7 +38,6 @@ from megatrain_nb.runtime.steps import Steps
 from megatrain_nb.runtime.tensor import (
     plain_parameter,
     source_of,
-    stream_parameter,
 )
 from megatrain_nb.runtime.tokens import loss_of, valid_tokens
 from megatrain_nb.runtime.update import Updates
@@ -44,6 +45,7 @@ from megatrain_nb.runtime.update import Updates
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
+    from megatrain_nb.runtime.fill import Origin
     from megatrain_nb.runtime.optimizer import AdamW
     from megatrain_nb.runtime.session import Session
 
@@ -149,21 +151,6 @@ class OffloadedModel:
         """Return where a parameter's weights, gradient or moment are."""
         return PieceSource(self, param, self.layers.homes[param], what)
 
-    def move_in(self) -> None:
-        """Bring the model's parameters into the store, block by block; their memory is freed as it goes.
-
-        A split parameter's fp32 number is the very value that it has.
-        """
-        for param, home in self.layers.homes.items():
-            source = self.source(param)
-            # What is bf16 already has no lower half: it is left out, and reads as zeros.
-            exact = home.pack.split and param.dtype != torch.bfloat16
-            place = source.master() if exact else source
-            with place.opened(write=True) as values, torch.no_grad():
-                values.copy_(param)
-            stream_parameter(param, source, self.device, home.dtype)
-        self.pager.barrier()
-
     def become(self, model: nn.Module, layers: Layers) -> None:
         """Speak of another model that is cut the same way."""
         self._model = weakref.ref(model)
@@ -207,11 +194,13 @@ class OffloadedModel:
             self.model.__dict__.pop("save_pretrained", None)
             self.model.__dict__.pop("_megatrain", None)
 
-    def undo(self) -> None:
-        """Give a model back that could not move in: what had moved comes out again."""
+    def undo(self, origins: dict[nn.Parameter, Origin]) -> None:
+        """Give a model back that could not move in: what had moved comes out again, or is where it was in its file."""
         for param in list(self.layers.homes):
             source = source_of(param)
-            if isinstance(source, PieceSource):
+            if param in origins:
+                put_back(param, origins[param])
+            elif isinstance(source, PieceSource):
                 with source.master().opened(write=False) as values:
                     plain_parameter(
                         param,  # type: ignore[arg-type]
@@ -324,19 +313,25 @@ def offload(
     if offloaded is not None:
         offloaded.check_dtype(wanted)
         return offloaded
+    take_from_hooks(model)
     layers = cut(model, wanted, session.compression)
     for param, home in layers.homes.items():
         if param.device.type == "meta":
-            msg = f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config"
+            msg = (
+                f"{home.spec.name} is on the meta device and has no values; make the model with mt.from_config, or give "
+                "it a checkpoint's weights with mt.from_pretrained(model, path)"
+            )
             raise ModelError(msg)
+    read_what_stays(model, layers)
     prepare(model)
     move_what_stays(model, layers, session.device.torch_device)
     offloaded = OffloadedModel(model, layers, session)
+    origins: dict[nn.Parameter, Origin] = {}
     try:
-        offloaded.move_in()
+        fill(offloaded, origins)
         offloaded.intercept(wanted)
     except BaseException:
-        offloaded.undo()
+        offloaded.undo(origins)
         raise
     return offloaded
 

@@ -23,6 +23,7 @@ from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.models import Models
 from megatrain_nb.runtime.notes import describe_found, opening_notes
 from megatrain_nb.runtime.piece import What
+from megatrain_nb.runtime.ramwatch import RamWatch
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
 from megatrain_nb.runtime.warmup import load_code
 from megatrain_nb.store.checkpoint import read_checkpoints, sweep
@@ -158,6 +159,7 @@ class Session:
         if found:
             self.note(describe_found(found, self._lock.left_at_step))
         self._peak = rss.PeakMeter()
+        self._watch = RamWatch(self.max_ram_bytes, self.note)
 
     def _open_store(self, pinned: list[Manifest]) -> None:
         """Open pool and store; what was packed by a session before is read as well."""
@@ -213,6 +215,7 @@ class Session:
             closing.callback(self.pool.close)
             closing.callback(self.threads.close)
             closing.callback(self.store.close)
+            closing.callback(self._watch.close)
             for model in self.models:
                 closing.callback(model.close, "the session was closed")
                 self._warn_unsaved(model)

@@ -101,6 +101,12 @@ class PieceSource(_PackSource):
             if write and self._what is What.GRADS:
                 offloaded.executor.norms[self._param] = torch.linalg.vector_norm(values)
 
+    @contextmanager
+    def part(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Give elements ``start`` to ``stop`` for a moment, flat, to be read."""
+        with self.opened(write=False) as values:
+            yield values.view(-1)[start:stop]
+
     def master(self) -> Source:
         """Return where the parameter's fp32 values are."""
         if not self._home.pack.split:
@@ -211,6 +217,18 @@ class MasterSource(_PackSource):
             yield torch.from_numpy(values).view(self._home.spec.shape)
             if write:
                 split(values, halves)
+
+    @contextmanager
+    def part(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Give elements ``start`` to ``stop`` for a moment, flat, to be read."""
+        offloaded, pack = self._offloaded, self._home.pack
+        offloaded.executor.check_usable()
+        with interrupts_wait(offloaded.executor.stop, breakable=False):
+            offloaded.finish_update(pack.index)
+            with offloaded.pager.opened(pack.index, *master_of(pack)) as arrays:
+                values = np.empty(stop - start, np.float32)
+                join(_halves(arrays, self._home).part(slice(start, stop)), values)
+                yield torch.from_numpy(values)
 
     def grad(self) -> None:
         """Return none: it is never trained through this source."""

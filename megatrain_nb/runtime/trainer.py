@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.current import require_session
+from megatrain_nb.runtime.export import save_pretrained
 from megatrain_nb.runtime.gradients import total_norm
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import (
@@ -292,6 +294,16 @@ class Trainer(transformers.Trainer):
                 callback.on_train_end()
 
     # -- checkpoints --------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write model, tokenizer and arguments, as transformers does; any model, and all but the arguments at once."""
+        if not self.args.should_save:
+            return
+        directory = Path(output_dir or self.args.output_dir or ".")
+        assert self.model is not None
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)  # fmt: skip
+        save_pretrained(self.model, directory, tokenizer=tokenizer)
+        torch.save(self.args, directory / TRAINING_ARGS_NAME)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Take a checkpoint of the session, and make the folder that refers to it."""

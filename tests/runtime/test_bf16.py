@@ -17,9 +17,9 @@ from megatrain_nb.codec.split import Split, split
 from megatrain_nb.optim import adamw
 from megatrain_nb.plan.logits import Chunking
 from megatrain_nb.runtime import (
+    fill,
     gradients,
     logits,
-    offload,
     pager,
     source,
     update,
@@ -358,7 +358,8 @@ def the_model_moves_in_rounded(patch: pytest.MonkeyPatch) -> None:
         split(master, halves)
         halves.lo[:] = 0
 
-    patch.setattr(source, "split", rounded)
+    for module in (fill, source):
+        patch.setattr(module, "split", rounded)
 
 
 def pending_sums_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -638,7 +639,7 @@ def test_a_model_that_could_not_move_in_is_as_it_was(
             raise mt.StoreError("no more")
         stream_parameter(param, *args)
 
-    monkeypatch.setattr(offload, "stream_parameter", fails)
+    monkeypatch.setattr(fill, "stream_parameter", fails)
     with common.opened(tmp_path), pytest.raises(mt.StoreError, match="no more"):
         mt.wrap(model, dtype=torch.bfloat16)
     assert len(moved) == 9

@@ -148,17 +148,7 @@ def check_loaded(
         assert torch.equal(loaded(**batch).logits, logits)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(reason="fused experts keep their names in memory")]
-            * (name == "mixtral"),
-        )
-        for name in (*ARCHITECTURES, "t5")
-    ],
-)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "t5"])
 def test_tensors_have_the_names_that_transformers_writes(
     name: str, tmp_path: Path
 ) -> None:

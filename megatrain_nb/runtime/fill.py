@@ -1,0 +1,297 @@
+"""Bring a model's weights into the store, pack by pack, in chunks.
+
+Whatever the weights are in (RAM, a mapped file, a checkpoint's files), a pack's places in the store are opened, and
+a few threads read the next chunks while the last ones are converted into them. The pager writes the pack before
+meanwhile. So there is a pack in RAM, one more on its way to the disk, and a few chunks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+from bisect import bisect_right
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from megatrain_nb.codec.split import Split, split
+from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.lanes import tensor_over
+from megatrain_nb.runtime.layers import part_of
+from megatrain_nb.runtime.lazy import (
+    LazyTensor,
+    Node,
+    Place,
+    Whole,
+    at,
+    leaves,
+    make_lazy,
+    make_plain,
+    node_of,
+    num_bytes,
+    origin,
+    places,
+    value,
+)
+from megatrain_nb.runtime.piece import What, master_of
+from megatrain_nb.runtime.shards import FilePart, InRam
+from megatrain_nb.runtime.tensor import (
+    StreamedParameter,
+    plain_parameter,
+    stream_parameter,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from megatrain_nb.plan.model import PackSpec
+    from megatrain_nb.runtime.layers import Layers
+    from megatrain_nb.runtime.lazy import Leaf
+    from megatrain_nb.runtime.offload import OffloadedModel
+
+_CHUNK_BYTES = 8 << 20
+_THREADS = 4
+# Reads that are under way or wait to be converted: as many chunks are in RAM at most.
+_AHEAD = 8
+_MADV_PAGEOUT = 21
+
+Views = tuple[Tensor, ...]
+
+# Where values were before they moved in: a tree over files, or a tensor in a mapped file.
+Origin = Tensor | Node
+
+
+def fill(offloaded: OffloadedModel, origins: dict[nn.Parameter, Origin]) -> None:
+    """Bring every streamed parameter's values into the store; the parameters' own memory is freed as it goes.
+
+    A split parameter's fp32 number is the very value that it has, or that its checkpoint holds. ``origins`` gets
+    where in files the values of parameters are that have moved, so that they can be put back without any RAM.
+    """
+    packs: dict[int, list[nn.Parameter]] = {}
+    for param, home in offloaded.layers.homes.items():
+        packs.setdefault(home.pack.index, []).append(param)
+    nodes = {param: _node(param, home.spec.name) for param, home in offloaded.layers.homes.items()}  # fmt: skip
+    total = sum(num_bytes(leaf) for node in nodes.values() for leaf in leaves(node))
+    with (
+        tqdm(total=total, unit="B", unit_scale=True, desc="Loading", delay=2, leave=False) as bar,
+        _Filling(offloaded, bar) as filling,
+    ):  # fmt: skip
+        for index, params in packs.items():
+            pack = offloaded.layers.spec.packs[index]
+            filling.pack(pack, {param: nodes[param] for param in params})
+            for param in params:
+                home, source = offloaded.layers.homes[param], offloaded.source(param)
+                if nodes[param] is node_of(param):
+                    origins[param] = nodes[param]
+                elif filling.mapped.holds(param):
+                    origins[param] = param.data
+                stream_parameter(param, source, offloaded.device, home.dtype)
+    offloaded.pager.barrier()
+
+
+def put_back(param: nn.Parameter, before: Origin) -> None:
+    """Let a parameter's values be where they were before `fill`, in a file."""
+    if not isinstance(before, Tensor):
+        make_lazy(param, before)
+    elif isinstance(param, StreamedParameter):
+        plain_parameter(param, before)
+
+
+def read_what_stays(model: nn.Module, layers: Layers) -> None:
+    """Read buffers, and the parameters that do not stream, from where they are in files."""
+    for param in layers.resident.values():
+        if isinstance(param, LazyTensor):
+            make_plain(param)
+    for module in model.modules():
+        for buffer in module._buffers.values():
+            if isinstance(buffer, LazyTensor):
+                make_plain(buffer)
+
+
+class Mapped:
+    """Which memory of this process is a mapped file, as the kernel says when this is made (proc(5), maps)."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        try:
+            lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()  # fmt: skip
+        except OSError:  # not Linux
+            return
+        for line in lines:
+            fields = line.split(maxsplit=5)
+            if len(fields) == 6 and fields[5].startswith("/"):
+                start, _, end = fields[0].partition("-")
+                self._starts.append(int(start, 16))
+                self._ends.append(int(end, 16))
+
+    def holds(self, values: Tensor) -> bool:
+        """Whether a tensor's values are in a mapped file."""
+        if values.device.type != "cpu" or type(values) not in (Tensor, nn.Parameter):
+            return False
+        first = values.data_ptr()
+        index = bisect_right(self._starts, first) - 1
+        return index >= 0 and first < self._ends[index]
+
+    def let_go(self, values: Tensor) -> None:
+        """Tell the kernel that values in a mapped file are not needed again, so that they need not stay in RAM.
+
+        What somebody has changed in the mapping stays: the kernel drops only what it can read again (madvise(2),
+        MADV_PAGEOUT, Linux 5.4). Where it cannot, nothing happens.
+        """
+        if not self.holds(values):
+            return
+        # Whole pages; one that is shared with the neighbour is let go of twice.
+        first = values.data_ptr()
+        start = first - first % mmap.PAGESIZE
+        size = first + values.numel() * values.itemsize - start
+        ctypes.CDLL(None).madvise(
+            ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_PAGEOUT
+        )
+
+
+def _node(param: nn.Parameter, name: str) -> Node:
+    return node_of(param) or at(InRam(name, param, tuple(param.shape)))
+
+
+class _Filling:
+    """Threads that read, and what they have read and nobody has used yet."""
+
+    def __init__(self, offloaded: OffloadedModel, bar: tqdm[Any]) -> None:
+        self.mapped = Mapped()
+        self._offloaded = offloaded
+        self._bar = bar
+        self._readers = ThreadPoolExecutor(_THREADS, "megatrain-load")
+        self._waiting: deque[tuple[Future[Any], Callable[[Any], None]]] = deque()
+
+    def __enter__(self) -> _Filling:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._readers.shutdown(wait=True, cancel_futures=True)
+
+    def pack(self, pack: PackSpec, nodes: dict[nn.Parameter, Node]) -> None:
+        """Fill one pack."""
+        offloaded = self._offloaded
+        # What is bf16 already has no lower half: it is left out, and reads as zeros.
+        exact = pack.split and any(origin(x) != torch.bfloat16 for x in nodes.values())
+        kinds = master_of(pack) if exact else (What.WEIGHTS,)
+        stop = offloaded.executor.stop
+        with (
+            interrupts_wait(stop),
+            offloaded.pager.opened(pack.index, *kinds, write=True) as arrays,
+        ):
+            try:
+                for param, node in nodes.items():
+                    home = offloaded.layers.homes[param]
+                    flats = [torch.from_numpy(x) for x in arrays] if exact else [tensor_over(arrays[0])]  # fmt: skip
+                    for place in places(node, [part_of(flat, home) for flat in flats]):
+                        self._place(place)
+                        if stop.is_set():
+                            raise KeyboardInterrupt
+                self._finish(0)
+            finally:  # until the last read has ended, the pack's memory is the readers'
+                for future, _ in self._waiting:
+                    if not future.cancel():
+                        future.exception()
+                self._waiting.clear()
+
+    def _place(self, place: Place) -> None:
+        what = place.what
+        if isinstance(what, Whole):
+            self._finish(0)
+            with self._room(what):
+                values = value(what.node)
+                _put(values.reshape(-1), place.target)
+            self._bar.update(sum(num_bytes(leaf) for leaf in leaves(what.node)))
+            return
+        for start, stop, views in _chunks(what, place.target):
+            self._chunk(what, start, stop, views)
+
+    def _chunk(self, leaf: Leaf, start: int, stop: int, views: Views) -> None:
+        self._finish(_AHEAD)
+        size = (stop - start) * leaf.dtype.itemsize
+
+        def done(values: Tensor | None) -> None:
+            if values is not None:
+                _put(values, views)
+            self._bar.update(size)
+
+        if not isinstance(leaf, FilePart):
+            self._finish(0)
+            with leaf.read(start, stop) as values:
+                done(values)
+                self.mapped.let_go(values)
+            return
+        target = views[0]
+        read: Future[Any]
+        if len(views) == 1 and target.dtype == leaf.dtype and target.is_contiguous():
+            read = self._readers.submit(leaf.read_into, target.view(-1), start)
+        else:
+            read = self._readers.submit(_read, leaf, start, stop)
+        self._waiting.append((read, done))
+
+    def _finish(self, left: int) -> None:
+        """Use what was read, in order, until so many reads are left."""
+        while len(self._waiting) > left:
+            read, done = self._waiting.popleft()
+            done(read.result())
+
+    @contextmanager
+    def _room(self, whole: Whole) -> Iterator[None]:
+        """Let the pool keep room for what is computed beside it; it is never touched, so it takes no memory."""
+        leaf = next(leaves(whole.node))
+        pager = self._offloaded.pager
+        slab = pager.borrow(whole.scratch_bytes, f"converting {leaf.name}")
+        try:
+            yield
+        finally:
+            pager.pool.give(slab)
+
+
+def _read(leaf: FilePart, start: int, stop: int) -> Tensor:
+    with leaf.read(start, stop) as values:
+        return values
+
+
+def _chunks(leaf: Leaf, target: Views) -> Iterator[tuple[int, int, Views]]:
+    """Cut a leaf into stretches of some MB, and the views of where they go."""
+    numel = math.prod(leaf.shape)
+    most = max(1, _CHUNK_BYTES // max(leaf.dtype.itemsize, 1))
+    if all(view.is_contiguous() for view in target):
+        flat = [view.view(-1) for view in target]
+        for start in range(0, numel, most):
+            stop = min(start + most, numel)
+            yield start, stop, tuple(view[start:stop] for view in flat)
+        return
+    length = leaf.shape[0]
+    row = numel // max(length, 1)
+    step = max(1, most // max(row, 1))
+    for first in range(0, length, step):
+        last = min(first + step, length)
+        yield first * row, last * row, tuple(view[first:last] for view in target)
+
+
+def _put(values: Tensor, views: Views) -> None:
+    """Copy flat values into a view, or their two halves into two."""
+    with torch.no_grad():
+        if len(views) == 1:
+            views[0].copy_(values.view(views[0].shape))
+            return
+        master = values.to("cpu", torch.float32).contiguous().numpy()
+        hi, lo = views
+        if hi.is_contiguous() and lo.is_contiguous():
+            split(master, Split(hi.view(-1).numpy(), lo.view(-1).numpy()))
+            return
+        halves = Split(np.empty(master.size, np.uint16), np.empty(master.size, np.uint16))  # fmt: skip
+        split(master, halves)
+        for view, half in zip(views, halves, strict=True):
+            view.copy_(torch.from_numpy(half).view(view.shape))

@@ -1,0 +1,398 @@
+"""A checkpoint on disk as tensors that are not read yet: safetensors or torch's .bin, one file or many.
+
+What a file says of itself is checked before anything is read or allocated by it: lengths against the file's own, names
+of files against the folder. Nothing is unpickled but by torch's ``weights_only`` unpickler, which makes tensors
+and containers only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zipfile
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from megatrain_nb.errors import ArgumentError, StoreError
+from megatrain_nb.runtime.lazy import LazyTensor, at, lazy
+from megatrain_nb.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from megatrain_nb.runtime.lazy import Shape
+
+# The safetensors format (https://github.com/huggingface/safetensors, "Format"). Its library opens a file as memory,
+# and does not say where in it a tensor is; here the bytes are read into the place where they belong.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
+_MOST_HEADER_BYTES = 32 << 20
+_MOST_INDEX_BYTES = 64 << 20
+_MOST_DIMS = 64
+
+SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+OLD, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+@dataclass(eq=False)
+class File:
+    """A file that tensors are read from; open from the first read until `close`."""
+
+    path: Path
+    _number: int | None = field(default=None, init=False)
+
+    def read_into(self, data: memoryview, offset: int) -> None:
+        """Fill ``data`` with the bytes from ``offset`` on.
+
+        Raises
+        ------
+        StoreError
+            The disk failed, or the file is shorter now than when it was opened.
+        """
+        done = 0
+        try:
+            if self._number is None:
+                self._number = os.open(self.path, os.O_RDONLY)
+            while done < len(data):
+                count = os.preadv(self._number, [data[done:]], offset + done)
+                if count == 0:
+                    msg = f"{self.path} ended at byte {offset + done} while it was read; it is being changed, or damaged"
+                    raise StoreError(msg)
+                done += count
+        except OSError as error:
+            msg = (
+                f"reading {self.path} at byte {offset + done} failed: {error.strerror}"
+            )
+            raise StoreError(msg) from error
+
+    def num_bytes(self) -> int:
+        """Return its length."""
+        try:
+            return self.path.stat().st_size
+        except OSError as error:
+            msg = f"{self.path}: {error.strerror}"
+            raise StoreError(msg) from error
+
+    def close(self) -> None:
+        """Close it; a second call does nothing."""
+        if self._number is not None:
+            os.close(self._number)
+            self._number = None
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A stretch of a file that holds a tensor, row by row."""
+
+    name: str
+    file: File
+    offset_bytes: int
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @contextmanager
+    def read(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Give elements ``start`` to ``stop``, a flat tensor of its own."""
+        values = torch.empty(stop - start, dtype=self.dtype)
+        self.read_into(values, start)
+        yield values
+
+    def read_into(self, values: Tensor, start: int) -> None:
+        """Fill a flat, contiguous tensor of the same dtype with the elements from ``start`` on."""
+        data = memoryview(values.detach().view(torch.uint8).numpy()).cast("B")
+        self.file.read_into(data, self.offset_bytes + start * self.dtype.itemsize)
+
+    def part(self, offset: int, shape: Shape) -> FilePart:
+        """Return a stretch of it that begins at element ``offset``."""
+        first = self.offset_bytes + offset * self.dtype.itemsize
+        return replace(self, offset_bytes=first, shape=shape)
+
+
+@dataclass(frozen=True)
+class InRam:
+    """Values that are in RAM already, or in a mapped file."""
+
+    name: str
+    values: Tensor
+    shape: Shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the values are."""
+        return self.values.dtype
+
+    @contextmanager
+    def read(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Give elements ``start`` to ``stop``."""
+        yield self.values.detach().reshape(-1)[start:stop]
+
+    def part(self, offset: int, shape: Shape) -> InRam:
+        """Return a stretch of it that begins at element ``offset``."""
+        flat = self.values.detach().reshape(-1)
+        return InRam(self.name, flat[offset : offset + math.prod(shape)], shape)
+
+
+@dataclass
+class Checkpoint:
+    """The tensors of a folder, by the names in its files; `close` it when they have been read."""
+
+    tensors: dict[str, LazyTensor]
+    files: list[File]
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self.files:
+            file.close()
+
+
+def open_checkpoint(
+    folder: Path, *, variant: str | None = None, most_bytes: int
+) -> Checkpoint:
+    """Find a folder's weights, and read what they say of themselves.
+
+    Parameters
+    ----------
+    folder
+        With ``model.safetensors``, or ``model.safetensors.index.json`` and its shards, or the same as
+        ``pytorch_model.bin``.
+    variant
+        As in ``model.fp16.safetensors``.
+    most_bytes
+        What a .bin of before torch 1.6 may take in RAM: it can only be read whole.
+
+    Raises
+    ------
+    ArgumentError
+        No weights there.
+    StoreError
+        A file is missing, too short, or does not say what it should: names it.
+    """
+    for single, index in ((SAFE, SAFE_INDEX), (OLD, OLD_INDEX)):
+        for name in (single, index):
+            path = folder / _with_variant(name, variant)
+            if path.is_file():
+                return _open(folder, path, sharded=name == index, most_bytes=most_bytes)
+    names = ", ".join(_with_variant(x, variant) for x in (SAFE, SAFE_INDEX, OLD, OLD_INDEX))  # fmt: skip
+    msg = f"{folder} holds none of {names}; give the folder that save_pretrained wrote"
+    raise ArgumentError(msg)
+
+
+def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkpoint:
+    weight_map = _read_index(path) if sharded else {}
+    names = list(dict.fromkeys(weight_map.values())) if sharded else [path.name]
+    files = [File(folder / name) for name in names]
+    found: dict[str, LazyTensor] = {}
+    for name, file in zip(names, files, strict=True):
+        if not file.path.is_file():
+            msg = f"{path} names {name}, which is not in {folder}; fetch the missing shard again"
+            raise StoreError(msg)
+        read = _read_header if name.endswith(".safetensors") else _read_bin
+        tensors = read(file, most_bytes)
+        for key, wanted in weight_map.items():
+            if wanted == name and key not in tensors:
+                msg = f"{path} says that {key!r} is in {name}, and it is not; the folder is not whole"
+                raise StoreError(msg)
+        found.update({key: x for key, x in tensors.items()
+                      if weight_map.get(key, name) == name})  # fmt: skip
+    return Checkpoint(found, files)
+
+
+def open_file(file: File) -> dict[str, LazyTensor]:
+    """Return the tensors of one safetensors file.
+
+    Raises
+    ------
+    StoreError
+        It is missing or damaged.
+    """
+    return _read_header(file, 0)
+
+
+def _with_variant(name: str, variant: str | None) -> str:
+    if not variant:
+        return name
+    first, _, rest = name.partition(".")
+    return f"{first}.{variant}.{rest}"
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return which file each tensor is in."""
+    if path.stat().st_size > _MOST_INDEX_BYTES:
+        msg = f"{path} is {format_bytes(path.stat().st_size)} long, which no index is"
+        raise StoreError(msg)
+    content = _parse(path.read_bytes(), path)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        msg = f"{path} has no weight_map, which says what is in which file"
+        raise StoreError(msg)
+    for name in weight_map.values():
+        plain = isinstance(name, str) and name not in ("", ".", "..")
+        if not plain or name != Path(name).name or "\\" in name or "\0" in name:
+            msg = f"{path} names {name!r}, which is no file in the same folder; it is not read"
+            raise StoreError(msg)
+        if not name.endswith((".safetensors", ".bin")):
+            msg = f"{path} names {name!r}, which is neither .safetensors nor .bin"
+            raise StoreError(msg)
+    return weight_map
+
+
+def _read_header(file: File, _: int) -> dict[str, LazyTensor]:
+    """Return the tensors of a safetensors file, each checked against the file's length."""
+    path, size = file.path, file.num_bytes()
+    start = bytearray(8)
+    if size < 8:
+        msg = (
+            f"{path} is {size} bytes long, so it is no safetensors file; fetch it again"
+        )
+        raise StoreError(msg)
+    file.read_into(memoryview(start), 0)
+    length = int.from_bytes(start, "little")
+    if length > min(size - 8, _MOST_HEADER_BYTES):
+        msg = (
+            f"{path} announces a header of {length} bytes, the file is {size} bytes long and a header at most "
+            f"{_MOST_HEADER_BYTES}; it is damaged, or no safetensors file"
+        )
+        raise StoreError(msg)
+    text = bytearray(length)
+    file.read_into(memoryview(text), 8)
+    header = _parse(bytes(text), path)
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not isinstance(metadata, dict):
+        msg = f"{path}: its metadata are not a table; it is damaged"
+        raise StoreError(msg)
+    parts = {key: _part(file, key, entry, 8 + length) for key, entry in header.items()}
+    end = 8 + length
+    for part in sorted(parts.values(), key=lambda x: (x.offset_bytes, x.num_bytes)):
+        if part.offset_bytes != end:
+            msg = f"{path}: {part.name} begins at byte {part.offset_bytes} and the one before ends at {end}; it is damaged"
+            raise StoreError(msg)
+        end += part.num_bytes
+    if end != size:
+        what = "truncated" if end > size else "damaged"
+        msg = f"{path} is {what}: its tensors end at byte {end}, the file is {size} bytes long; fetch it again"
+        raise StoreError(msg)
+    return {key: lazy(at(part)) for key, part in parts.items()}
+
+
+def _part(file: File, key: str, entry: Any, begin: int) -> FilePart:
+    """Check what a header says of one tensor."""
+    good = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
+    if good:
+        shape, offsets, kind = entry["shape"], entry["data_offsets"], entry["dtype"]
+        lists = isinstance(shape, list) and isinstance(offsets, list)
+        good = lists and len(shape) <= _MOST_DIMS and len(offsets) == 2
+        good = good and all(type(x) is int and 0 <= x < 2**63 for x in (*shape, *offsets))  # fmt: skip
+        good = good and isinstance(kind, str)
+    if not good:
+        msg = f"{file.path}: what it says of {key!r} is not dtype, shape and data_offsets; it is damaged"
+        raise StoreError(msg)
+    if kind not in DTYPES:
+        msg = f"{file.path}: {key!r} is {kind}, which cannot be read here; known are {', '.join(DTYPES)}"
+        raise StoreError(msg)
+    dtype = DTYPES[kind]
+    if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        msg = (
+            f"{file.path}: {key!r} has shape {shape} of {kind}, which are {math.prod(shape) * dtype.itemsize} bytes, and "
+            f"{offsets[1] - offsets[0]} bytes in the file; it is damaged"
+        )
+        raise StoreError(msg)
+    return FilePart(key, file, begin + offsets[0], tuple(shape), dtype)
+
+
+def _parse(text: bytes, path: Path) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            msg = "a name comes twice"
+            raise ValueError(msg)
+        return table
+
+    try:
+        content = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        msg = f"{path}: {error}; it is damaged"
+        raise StoreError(msg) from error
+    if not isinstance(content, dict):
+        msg = f"{path} is not a table; it is damaged"
+        raise StoreError(msg)
+    return content
+
+
+def _read_bin(file: File, most_bytes: int) -> dict[str, LazyTensor]:
+    """Return the tensors of a file that torch.save wrote; where they are in it, torch says."""
+    path, size = file.path, file.num_bytes()
+    zipped = zipfile.is_zipfile(path)
+    if not zipped and 3 * size > most_bytes:
+        msg = (
+            f"{path} is in the format of before torch 1.6, which can only be read whole: that takes up to "
+            f"{format_bytes(3 * size)} of RAM, and max_ram_gb allows {format_bytes(most_bytes)}. Write it anew on a larger "
+            "machine with torch.save(torch.load(path, weights_only=True), path), or raise max_ram_gb"
+        )
+        raise StoreError(msg)
+    try:
+        if zipped:
+            _check_zip(path)
+            with FakeTensorMode():
+                state = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever a damaged or hostile file makes of it
+        msg = f"{path} holds more than tensors, or is damaged: {str(error).splitlines()[0] if str(error) else error!r}"
+        raise StoreError(msg) from error
+    if not isinstance(state, dict) or not all(isinstance(k, str) for k in state):
+        msg = f"{path} holds no table of tensors by name"
+        raise StoreError(msg)
+    found = {}
+    for key, value in state.items():
+        if not isinstance(value, Tensor):
+            msg = f"{path}: {key!r} is a {type(value).__name__}, not a tensor"
+            raise StoreError(msg)
+        if not zipped:
+            found[key] = lazy(at(InRam(key, value, tuple(value.shape))))
+            continue
+        found[key] = _stored(file, key, value, size)
+    return found
+
+
+def _check_zip(path: Path) -> None:
+    """Raise ValueError unless the tensors' bytes are in the file as they are in memory."""
+    with zipfile.ZipFile(path) as content:
+        for info in content.infolist():
+            if info.compress_type != zipfile.ZIP_STORED:
+                msg = f"{info.filename} is compressed, which torch.save never does"
+                raise ValueError(msg)
+            order = info.filename.endswith("/byteorder") and info.file_size < 16
+            if order and content.read(info) != b"little":
+                msg = "its bytes are in the order of another kind of machine"
+                raise ValueError(msg)
+
+
+def _stored(file: File, key: str, value: Tensor, size: int) -> LazyTensor:
+    """Return a tensor of a .bin as the stretch of the file that it is."""
+    storage: Any = value.untyped_storage()
+    begin = int(storage._checkpoint_offset)
+    if not 0 <= begin <= begin + storage.nbytes() <= size:
+        msg = f"{file.path} is truncated: {key!r} ends at byte {begin + storage.nbytes()} of {size}; fetch it again"
+        raise StoreError(msg)
+    whole = (storage.nbytes() // value.dtype.itemsize,)
+    base = lazy(at(FilePart(key, file, begin, whole, value.dtype)))
+    found: LazyTensor = torch.as_strided(
+        base, tuple(value.shape), value.stride(), int(value.storage_offset())
+    )
+    return found
