@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatrain_nb.notebook.explore import explore
     from megatrain_nb.notebook.replay import replay
     from megatrain_nb.plan.machine import Machine
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.forecast import (
@@ -56,7 +56,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 _LAZY = {
     "Callback": "runtime.callbacks",
     "Machine": "plan.machine",
-    "Plan": "plan.planner",
+    "Plan": "plan.plan",
     "Session": "runtime.session",
     "StepResult": "runtime.callbacks",
     "Trainer": "runtime.trainer",

@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.planner import spec_of
+from megatrain_nb.plan.choices import spec_of
 from megatrain_nb.plan.report import (
     BOUNDS,
     FONT,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from megatrain_nb.plan.machine import Machine
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
     from megatrain_nb.plan.timeline import Span
 
 _COLUMNS = 200

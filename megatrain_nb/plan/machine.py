@@ -249,6 +249,8 @@ SUSTAINED = 0.5
 # moments are read, all but the gradient written.
 _UPDATE_BYTES, _SPLIT_UPDATE_BYTES = 28, 32
 
+_TOLD = {"name", "assumed"}  # what is no figure
+
 _NOMINAL = {
     "device": "cpu",
     "vram_gb": 0.0,
@@ -334,7 +336,7 @@ def nominal(name: str, figures: Mapping[str, Any]) -> Machine:
         update_params_per_s=memory / _UPDATE_BYTES,
         split_update_params_per_s=memory / _SPLIT_UPDATE_BYTES,
         endurance_bytes=round(found["endurance_tb"] * 1e12),
-        assumed=frozenset(each.name for each in fields(Machine)),
+        assumed=frozenset(each.name for each in fields(Machine)) - _TOLD,
     )
 
 

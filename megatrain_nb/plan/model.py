@@ -125,6 +125,11 @@ class PackSpec:
         halves = self.numel * _BYTES_PER_HALF if self.split else 0
         return self.moments_bytes + halves
 
+    def num_bytes(self, piece: str) -> int:
+        """Return the bytes of its ``weights``, ``grads`` or ``states``."""
+        sizes = {"weights": self.weight_bytes, "grads": self.grad_bytes}
+        return sizes.get(piece, self.states_bytes)
+
     @property
     def encoded(self) -> bool:
         """Whether its moments are one piece of bytes, see [Note: encoded moments]."""

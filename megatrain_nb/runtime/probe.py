@@ -102,7 +102,7 @@ def measure(directory: Path | None) -> Machine:
             logger.warning("the probe assumes what it could not measure: %s", error)
     base = nominal(platform.node() or "this machine", _floor(device))
     made = base.changed(**figures)
-    return made.changed(assumed=made.assumed - {"name", "device"})
+    return made.changed(assumed=made.assumed - {"device"})
 
 
 def _floor(device: torch.device) -> dict[str, object]:

@@ -13,7 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from megatrain_nb.plan.machine import Machine
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 MAX_OVER = 1.10  # the plan of the peak over the measured peak

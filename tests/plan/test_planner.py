@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 
 from megatrain_nb.codec.choice import parse_compression
 from megatrain_nb.plan import advice, catalogue
 from megatrain_nb.plan.activation import Window, kept_bytes, logits_bytes
+from megatrain_nb.plan.choices import Choices
 from megatrain_nb.plan.machine import nominal
 from megatrain_nb.plan.memory import disk_need_bytes, plan_residency
-from megatrain_nb.plan.planner import Choices, Plan, make_plan
+from megatrain_nb.plan.planner import make_plan
 from megatrain_nb.plan.reserve import settled
+
+if TYPE_CHECKING:
+    from megatrain_nb.plan.plan import Plan
 
 WINDOW = Window(batch=1, seq_len=1024, accumulation=4)
 
