@@ -15,6 +15,7 @@ from megatrain_nb.plan.activation import (
     largest_kept_bytes,
     logits_bytes,
 )
+from megatrain_nb.plan.reserve import with_margin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,6 +93,11 @@ def own_tensors(
         "torch's own": torch,
     }
     return OwnTensors(items, chunking)
+
+
+def set_aside(own: OwnTensors) -> int:
+    """Return what a session sets aside for these before it has run, in bytes."""
+    return with_margin(own.num_bytes + SPREAD_BYTES)
 
 
 def kept_by_block(shape: Shape, choices: Choices) -> dict[int, int]:

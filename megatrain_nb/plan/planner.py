@@ -30,6 +30,7 @@ from megatrain_nb.plan.own import (
     holes_bytes,
     kept_by_block,
     own_tensors,
+    set_aside,
 )
 from megatrain_nb.plan.plan import Item, Plan
 from megatrain_nb.plan.reserve import settled, with_margin
@@ -77,7 +78,7 @@ class _Planner:
             room_bytes=self._room,
             in_place=self._machine.in_place,
         )
-        residency, kept = self._stays_in_ram(own.num_bytes)
+        residency, kept = self._stays_in_ram(own)
         chunking, stay, vram = own.chunking, frozenset[int](), ()
         if not self._machine.in_place:
             vram, stay, kept, chunking = self._on_device()
@@ -98,25 +99,27 @@ class _Planner:
         )
         return replace(plan, problems=(*self._problems, *_too_large(plan)))
 
-    def _stays_in_ram(self, own: int) -> tuple[Residency, frozenset[int]]:
-        """Decide what stays in RAM, as a session does once it has learned, and which blocks keep their activations."""
+    def _stays_in_ram(self, own: OwnTensors) -> tuple[Residency, frozenset[int]]:
+        """Decide what stays in RAM, as a session does in its first step, and which blocks keep their activations."""
         room = max(self._room, 0)
         sizes = self._keepable if self._machine.in_place else {}
         wanted = with_margin(sum(sizes.values()))
-        wanted += holes_bytes(wanted)
-        if own > room:
+        holes = holes_bytes(wanted)
+        if own.num_bytes > room:
             self._problems.append(
-                f"RAM: the model's own tensors take {format_bytes(own)}, and {format_bytes(room)} are left of "
+                f"RAM: the model's own tensors take {format_bytes(own.num_bytes)}, and {format_bytes(room)} are left of "
                 f"{format_bytes(self._limit)} beside what streams ({format_bytes(self._streaming)})"
             )
-        reserved = settled(self._limit, own)
+        reserved = set_aside(own)
+        if not self._machine.in_place:  # there a session guesses first, and learns
+            reserved = settled(self._limit, own.num_bytes)
 
         def plan(share: float) -> Residency:
             return plan_residency(
                 self._spec,
                 limit_bytes=self._limit,
                 activation_bytes=min(reserved, room),
-                keep_bytes=wanted,
+                keep_bytes=wanted + holes,
                 keep_share=share,
                 packing_bytes=self._choices.packing_bytes,
             )
@@ -130,7 +133,6 @@ class _Planner:
         if wanted and self._prefers_kept(residency):
             residency = plan(1.0)
         # What keeping costs beside its bytes is set aside with them.
-        holes = holes_bytes(sum(sizes.values()))
         kept = choose_kept(sizes, self._order, limit_bytes=residency.keep_bytes - holes)
         return residency, kept
 

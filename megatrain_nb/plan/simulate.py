@@ -7,7 +7,7 @@ gives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.disk import SimulatedDisk, Transfer
@@ -141,10 +141,13 @@ class Simulation:
         self._step()
         end = max(self._now, self._device)
         spans = tuple(
-            replace(
-                span,
+            Span(
+                kind=span.kind,
+                name=span.name,
                 start_s=max(span.start_s, begin) - begin,
                 end_s=min(span.end_s, end) - begin,
+                num_bytes=span.num_bytes,
+                lane=span.lane,
             )
             for span in self._spans
             if span.end_s > begin and span.start_s < end

@@ -31,6 +31,7 @@ from megatrain_nb.plan.memory import (
     plan_residency,
     working_bytes,
 )
+from megatrain_nb.plan.own import SPREAD_BYTES
 from megatrain_nb.plan.reserve import first_guess, still_fits, with_margin
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
@@ -39,6 +40,7 @@ from megatrain_nb.runtime.chooser import is_looked_at
 from megatrain_nb.runtime.costs import least_seconds, seconds_by_cause
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.export import save_pretrained
+from megatrain_nb.runtime.foresee import Foresight
 from megatrain_nb.runtime.fuse import Fusing
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.layers import Layers, cut, parse_dtype
@@ -147,7 +149,8 @@ class OffloadedModel:
         self.fusing: Fusing | None = None
         self._hooks: list[RemovableHandle] = []
         self._reserved = first_guess(session.max_ram_bytes)
-        self._keep_wanted = self._keep_beside = 0
+        self._foresight = Foresight()
+        self._keep_wanted = self._keep_beside = self._spread_bytes = 0
         self._keep_first = False
         self._room = 0
         session.adopt(self)
@@ -228,7 +231,9 @@ class OffloadedModel:
         for param in self.layers.resident.values():
             param.data = param.data.to(dtype or param.dtype)
         self._hooks += [
-            self.model.register_forward_pre_hook(self._before_forward),
+            self.model.register_forward_pre_hook(
+                self._before_forward, with_kwargs=True
+            ),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
         for module in self.model.modules():
@@ -405,6 +410,28 @@ class OffloadedModel:
             )
             raise BudgetError(msg)
 
+    def _foresee(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Plan for a window that is larger than any before, before it runs."""
+        window = self.executor.window
+        assert window is not None
+        found = self._foresight.look(
+            model,
+            self.layers,
+            (args, kwargs),
+            accumulation=window.num_batches,
+            room_bytes=self._room,
+        )
+        if found is not None and (
+            found.reserved > self._reserved or self._spread_bytes == 0
+        ):
+            self._reserved, kept, beside = found
+            self._keep_wanted = max(self._keep_wanted, kept)
+            self._keep_beside = max(self._keep_beside, beside)
+            self._spread_bytes = 2 * SPREAD_BYTES
+            self.session.plan()
+
     def relieve(self) -> None:
         """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
         if self.session.other_bytes() > self._reserved + self.residency.keep_bytes:
@@ -430,7 +457,9 @@ class OffloadedModel:
         if keeping.wanted_bytes > self._keep_wanted:
             self._keep_wanted = with_margin(keeping.wanted_bytes)
             changed |= in_ram
-        if changed or not still_fits(self._reserved, measured):
+        if changed or not still_fits(
+            self._reserved, measured, spread_bytes=self._spread_bytes
+        ):
             self._reserved = max(measured, 0)
             self._keep_first = first
             self.session.plan()
@@ -601,12 +630,16 @@ class OffloadedModel:
             * self.session.controls.lr_factor
         )
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         with interrupts_wait(self.executor.stop, breakable=False):
             self.session.give_turn(self)
         self.executor.begin_forward()
         if torch.is_grad_enabled():
             self.begin_step()
+            if self.executor.window is not None and self.session.plans_by_shape:
+                self._foresee(model, args, kwargs)
 
     def _after_forward(
         self, model: nn.Module, _: Any, kwargs: dict[str, Any], outputs: Any

@@ -460,6 +460,12 @@ class Session:
         """Return the blocks of each model, and what of them the plan keeps in RAM."""
         return [model.layout() for model in self._models]
 
+    @property
+    def plans_by_shape(self) -> bool:
+        """Whether a model's shape may tell what to set aside for it: blocks compute in RAM, and nothing was asked for."""
+        asked = (self.max_resident_bytes, self.max_kept_bytes, self.keep_share)
+        return self.device.in_place and asked == (None, None, None)
+
     def share_bytes(self) -> int:
         """Return what each model may have of the RAM, in bytes."""
         return self.max_ram_bytes // len(self._models)
