@@ -254,13 +254,8 @@ class Simulation:
             for each in state.for_update.pop(pack, {}).values():
                 self._wait(each)
             state.due.remove(pack)
-            rate = (
-                self._machine.split_update_params_per_s
-                if spec.split
-                else self._machine.update_params_per_s
-            )
             start = self._now
-            self._now += spec.numel / rate
+            self._now += self._machine.update_seconds(spec)
             self._note("STEP", spec.name, start, self._now, lane="update")
             state.grads.discard(pack)
             state.dirty.add(pack)
