@@ -457,10 +457,9 @@ class OffloadedModel:
         if keeping.wanted_bytes > self._keep_wanted:
             self._keep_wanted = with_margin(keeping.wanted_bytes)
             changed |= in_ram
-        if changed or not still_fits(
-            self._reserved, measured, spread_bytes=self._spread_bytes
-        ):
-            self._reserved = max(measured, 0)
+        fits = still_fits(self._reserved, measured, spread_bytes=self._spread_bytes)
+        if changed or not fits:
+            self._reserved = self._reserved if fits else max(measured, 0)
             self._keep_first = first
             self.session.plan()
             logger.info(
