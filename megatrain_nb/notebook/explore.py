@@ -6,6 +6,7 @@ only the controls are widgets.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from dataclasses import replace
@@ -51,6 +52,7 @@ _FIGURES = {
 _TOKENS = ("batch", "seq_len", "accumulation")
 _LEFT = 8  # controls in the left column: what is trained, and how
 _FP32, _PLAIN = "fp32", "as they are"
+_REST_S = 0.2
 _DISK_DIR = "/nvme/scratch"
 
 
@@ -99,6 +101,7 @@ class Explorer:
         self._handle: Any = None
         self._controls: dict[str, Any] = {}
         self._filling = False
+        self._later: asyncio.TimerHandle | None = None
         self._moved: dict[str, Any] = {}
 
     # -- what is chosen -----------------------------------------------------------------------------------
@@ -143,8 +146,11 @@ class Explorer:
     def __repr__(self) -> str:
         return as_text(self.plan)
 
-    def _bundle(self) -> dict[str, str]:
-        return {"text/html": plan_html(self.plan), "text/plain": as_text(self.plan)}
+    def _bundle(self, *, advice: bool = True) -> dict[str, str]:
+        return {
+            "text/html": plan_html(self.plan, advice=advice),
+            "text/plain": as_text(self.plan, advice=advice),
+        }
 
     def _make_controls(self) -> Any:
         import ipywidgets as widgets  # noqa: PLC0415 - slow to import
@@ -193,6 +199,7 @@ class Explorer:
                 list(dict.fromkeys([_FP32, LOSSLESS, *NAMES, self._moments])),
                 self._moments,
             ),
+            "weights": choose("weights on disk", [_PLAIN, LOSSLESS], self._weights),
             "seq_len": choose(
                 "tokens in a row",
                 _with(_LENGTHS, window.seq_len),
@@ -208,7 +215,6 @@ class Explorer:
                 window.accumulation,
                 slider,
             ),
-            "weights": choose("weights on disk", [_PLAIN, LOSSLESS], self._weights),
             "ram": size("RAM", choices.max_ram_bytes or machine.ram_bytes),
             "vram": size("device memory", choices.max_vram_bytes or machine.vram_bytes),
             "disk": size("disk", choices.max_disk_bytes or machine.disk_bytes),
@@ -253,9 +259,21 @@ class Explorer:
         self.redraw_seconds = time.perf_counter() - start
 
     def _draw(self) -> None:
-        if self._handle is not None:
-            self._handle.update(self._bundle(), raw=True)
+        """Show the plan at once; what to change costs more plans, and comes when no slider moves."""
+        if self._later is not None:
+            self._later.cancel()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # nobody would come back to it
+            self._show()
+        else:
+            self._show(advice=False)
+            self._later = loop.call_later(_REST_S, self._show)
         self._copy.show(self._lines())
+
+    def _show(self, *, advice: bool = True) -> None:
+        if self._handle is not None:
+            self._handle.update(self._bundle(advice=advice), raw=True)
 
     def _planned(self) -> Plan:
         """Return the plan with what was moved; a slider that was not stands near its value, not at it."""

@@ -85,8 +85,8 @@ def verdict(plan: Plan) -> str:
     return "fits"
 
 
-def rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return label and text of every line."""
+def rows(plan: Plan, *, advice: bool = True) -> list[tuple[str, str]]:
+    """Return label and text of every line; ``advice`` makes more plans."""
     found = [("verdict", verdict(plan))]
     found += [("", problem) for problem in plan.problems]
     limits = plan.limits
@@ -101,7 +101,8 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
             )
         )
     found += _time_rows(plan)
-    found += [("to do", text) for text in plan.advice]
+    if advice:
+        found += [("to do", text) for text in plan.advice]
     assumed = plan.machine.assumed
     if assumed:
         whole = len(assumed) > 10
@@ -181,9 +182,9 @@ def span_text(seconds: float) -> str:
     return format_seconds(seconds)
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: Plan, *, advice: bool = True) -> str:
     """Return the plan as lines of text."""
-    lines = rows(plan)
+    lines = rows(plan, advice=advice)
     width = max(len(label) for label, _ in lines)
     return "\n".join(
         [title(plan), *(f"{label:<{width}}  {text}" for label, text in lines)]
@@ -200,12 +201,12 @@ def as_html(plan: Plan) -> str:
     )
 
 
-def rows_html(plan: Plan) -> str:
+def rows_html(plan: Plan, *, advice: bool = True) -> str:
     """Return the lines of `rows` as those of a table."""
     return "".join(
         '<tr><th style="text-align:left;padding:2px 12px 2px 0;white-space:nowrap;vertical-align:top">'
         f'{escape(label)}</th><td style="text-align:left;padding:2px 0">{escape(text)}</td></tr>'
-        for label, text in rows(plan)
+        for label, text in rows(plan, advice=advice)
     )
 
 

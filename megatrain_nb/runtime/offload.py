@@ -423,13 +423,13 @@ class OffloadedModel:
             accumulation=window.num_batches,
             room_bytes=self._room,
         )
-        if found is not None and (
-            found.reserved > self._reserved or self._spread_bytes == 0
-        ):
+        if found is None or found.reserved > self._room:
+            return  # without room everything streams, whatever is set aside
+        if found.reserved > self._reserved or self._spread_bytes == 0:
             self._reserved, kept, beside = found
             self._keep_wanted = max(self._keep_wanted, kept)
             self._keep_beside = max(self._keep_beside, beside)
-            self._spread_bytes = 2 * SPREAD_BYTES
+            self._spread_bytes = min(2 * SPREAD_BYTES, self.session.share_bytes() // 5)
             self.session.plan()
 
     def relieve(self) -> None:

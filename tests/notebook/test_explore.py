@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,8 @@ import pytest
 from plotly.graph_objects import Figure
 
 import megatrain_nb as mt
-from megatrain_nb.notebook import explore, forecast
+from megatrain_nb.notebook import explore as explore_module
+from megatrain_nb.notebook import forecast
 from megatrain_nb.notebook.complete import candidates_for
 from megatrain_nb.notebook.explore import Explorer
 from megatrain_nb.notebook.lines import magic_line, python_lines
@@ -131,8 +133,26 @@ def test_this_machine_is_the_one_that_was_probed_for_the_session(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(machine.to_json())
     assert Explorer("gpt2").plan.machine.name == "without"
-    monkeypatch.setattr(explore, "session_directory", lambda: directory)
+    monkeypatch.setattr(explore_module, "session_directory", lambda: directory)
     assert Explorer("gpt2").plan.machine.name == "with the disk"
+
+
+def test_what_to_change_comes_when_no_slider_moves(
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explore_module, "_REST_S", 0.01)
+    screen = explorer._handle
+
+    async def move() -> list[Any]:
+        explorer._controls["accumulation"].value = 8
+        explorer._controls["accumulation"].value = 2
+        first = [screen.times, "to do" in screen.shown["text/plain"]]
+        assert "advice" not in explorer.plan.__dict__  # not even thought of
+        await asyncio.sleep(0.2)
+        return [*first, screen.times, "to do" in screen.shown["text/plain"]]
+
+    assert asyncio.run(move()) == [2, False, 3, True]
+    assert "to do" in screen.shown["text/html"]
 
 
 def test_what_was_not_moved_stays_assumed(explorer: Explorer) -> None:
