@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _TORCH_BYTES, _TORCH_BF16_BYTES = 80_000_000, 90_000_000
 
 # Runs of the same model differ by so much; a session sets aside what it has seen, a plan names the most.
-SPREAD_BYTES = 36_000_000
+SPREAD_BYTES = 48_000_000
 
 # Freed memory between tensors that are kept waits in the heap: half of them, where they are small and few; of more
 # and larger ones the system takes it back (`megatrain_nb.runtime.heap`). Measured, as above.

@@ -207,11 +207,13 @@ class _Planner:
             "what runs differ by": SPREAD_BYTES,
             "windows for packing": self._choices.packing_bytes,
         }
-        # Where something streams, slabs of all sizes wait for reuse until the budget is used up.
+        # Where something streams, slabs of all sizes wait for reuse until the pool's share is used up.
         buffers = residency.working_bytes
         if residency.disk_bytes:
-            left = self._limit - residency.resident_bytes - sum(beside.values())
-            buffers = max(working_bytes(self._spec), left)
+            aside = residency.activation_bytes + residency.keep_bytes
+            left = self._limit - aside - self._choices.packing_bytes
+            least = working_bytes(self._spec)
+            buffers = max(least, left - residency.resident_bytes)
         items = [
             Item("weights", sum(packs[p].weight_bytes for p in residency.weights)),
             Item("gradients", sum(packs[p].grad_bytes for p in residency.grads)),

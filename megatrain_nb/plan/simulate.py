@@ -15,7 +15,7 @@ from megatrain_nb.plan.memory import written_bytes
 from megatrain_nb.plan.packing import IO_THREADS, OnDisk
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule
 from megatrain_nb.plan.timeline import Span
-from megatrain_nb.plan.traffic import NUM_FIRST
+from megatrain_nb.plan.traffic import NUM_FIRST, early_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -131,6 +131,7 @@ class Simulation:
         self._device = self._onload = self._offload = 0.0
         self._linked = {"ONLOAD": 0, "OFFLOAD": 0}
         self._first = self._packs(self._order[:NUM_FIRST])
+        self._early = early_gradients(spec, residency, self._order)
         self._last = self._packs(self._order[-1 - NUM_FIRST : -1])
 
     def run(self) -> Simulated:
@@ -240,7 +241,7 @@ class Simulation:
         self._now = self._device if self._machine.in_place else start
         self._note(str(action.kind), block.name, start, self._device, lane="compute")
         if backward:
-            self._take_gradients(block.packs, early=early)
+            self._take_gradients(block.packs, last=early)
 
     def _load(self, pack: int) -> None:
         """Let a pack's weights be there, and new."""
@@ -277,7 +278,8 @@ class Simulation:
             if pack in self._trained and self._disk.has_written(("grads", pack)):
                 self._wait(self._get("grads", pack))
 
-    def _take_gradients(self, packs: Iterable[int], *, early: bool) -> None:
+    def _take_gradients(self, packs: Iterable[int], *, last: bool) -> None:
+        """Let gradients leave; those of the ``last`` blocks of a backward are needed first."""
         for pack in packs:
             if pack not in self._trained:
                 continue
@@ -293,7 +295,7 @@ class Simulation:
                 )
             if pack in self._residency.grads:
                 continue
-            if early:
+            if last and pack in self._early:
                 self._state.grads.add(pack)
             else:
                 self._put("grads", pack, at_s)

@@ -62,9 +62,10 @@ def step_traffic(
         *_loads(spec, order, Kind.FORWARD, loaded=first),
         *_loads(spec, list(order)[-2::-1], Kind.BACKWARD, loaded=last),
     ]
+    early = early_gradients(spec, residency, order)
     read = {
         "weights": _streamed(spec, loads, residency.weights),
-        "grads": _streamed(spec, every - first, residency.grads),
+        "grads": _streamed(spec, every - early, residency.grads),
         "states": _streamed(spec, every, residency.states),
     }
     written = read | {"weights": _streamed(spec, every, residency.weights)}
@@ -74,6 +75,36 @@ def step_traffic(
         _sum_seconds(on_disk.unpack_seconds, read)
         + _sum_seconds(on_disk.pack_seconds, written),
     )
+
+
+def early_gradients(
+    spec: ModelSpec, residency: Residency, order: Sequence[int]
+) -> frozenset[int]:
+    """Return the packs whose gradients wait in RAM for the update that the next forward begins with.
+
+    Those of the first blocks, as far as there is room beside all that the first blocks need: else the last of them
+    leave. A plan without room for what streams says nothing of it, and they stay.
+    """
+    first = dict.fromkeys(
+        pack for block in order[:NUM_FIRST] for pack in spec.blocks[block].packs
+    )
+    stays = {
+        "weights": residency.weights,
+        "grads": residency.grads,
+        "states": residency.states,
+    }
+    needed = sum(
+        spec.packs[pack].num_bytes(piece)
+        for pack in first
+        for piece, resident in stays.items()
+        if pack not in resident
+    )
+    early = list(first)
+    while early and needed > residency.working_bytes > 0:
+        pack = early.pop()
+        if pack not in residency.grads:
+            needed -= spec.packs[pack].grad_bytes
+    return frozenset(early)
 
 
 def _streamed(

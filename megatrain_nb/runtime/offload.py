@@ -429,7 +429,7 @@ class OffloadedModel:
             self._reserved, kept, beside = found
             self._keep_wanted = max(self._keep_wanted, kept)
             self._keep_beside = max(self._keep_beside, beside)
-            self._spread_bytes = min(2 * SPREAD_BYTES, self.session.share_bytes() // 5)
+            self._spread_bytes = min(3 * SPREAD_BYTES, self.session.share_bytes() // 5)
             self.session.plan()
 
     def relieve(self) -> None:
