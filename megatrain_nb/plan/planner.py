@@ -79,7 +79,8 @@ class _Planner:
             in_place=self._machine.in_place,
         )
         residency, kept = self._stays_in_ram(own)
-        chunking, stay, vram = own.chunking, frozenset[int](), ()
+        chunking, stay = own.chunking, frozenset[int]()
+        vram: tuple[Item, ...] = ()
         if not self._machine.in_place:
             vram, stay, kept, chunking = self._on_device()
         need = disk_need_bytes(self._spec, residency)

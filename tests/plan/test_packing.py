@@ -84,10 +84,11 @@ def test_what_mt_init_takes_is_taken() -> None:
     plan = mt.estimate("gpt2", "cpu-laptop", optimizer_compression=rules)
     assert plan.choices.compression.asked("h.0") == "4bit"
     assert plan.choices.compression.asked("model.layers.0.w") == "raw"
-    for wrong in (
+    refused: list[dict[str, Any]] = [
         {"optimizer_compression": {"*": "lossless"}},
         {"weight_compression": "4bit"},
-    ):
+    ]
+    for wrong in refused:
         with pytest.raises(ArgumentError, match="compression"):
             mt.estimate("gpt2", "cpu-laptop", **wrong)
     assert parse_storage(False, False)[1] == frozenset()

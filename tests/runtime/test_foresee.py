@@ -12,6 +12,7 @@ from megatrain_nb.plan import catalogue
 from megatrain_nb.runtime.foresee import Foresight
 from megatrain_nb.runtime.layers import cut
 from megatrain_nb.runtime.offload import OffloadedModel, offloaded_model
+from megatrain_nb.runtime.shape import draft
 from tests.runtime.models import make_config
 
 if TYPE_CHECKING:
@@ -67,10 +68,7 @@ def test_what_stays_is_what_the_forecast_says(
 
 def test_only_a_larger_window_is_news() -> None:
     config = make_config("llama")
-    with torch.device("meta"):
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415
-
-        model = AutoModelForCausalLM.from_config(config)
+    model = draft(config)
     layers, foresight = cut(model), Foresight()
 
     def look(batch: int, length: int, count: int) -> Any:
