@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.plan import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
+    from megatrain_nb.runtime.current import current_session
     from megatrain_nb.runtime.export import save_pretrained
     from megatrain_nb.runtime.forecast import (
         estimate,
@@ -37,11 +38,12 @@ if TYPE_CHECKING:
         machines,
         models,
     )
+    from megatrain_nb.runtime.init import init
     from megatrain_nb.runtime.load import from_config
     from megatrain_nb.runtime.probe import probe
     from megatrain_nb.runtime.recode import recompress
     from megatrain_nb.runtime.recording import export_trace, record
-    from megatrain_nb.runtime.session import Session, current_session, init
+    from megatrain_nb.runtime.session import Session
     from megatrain_nb.runtime.trainer import Trainer
     from megatrain_nb.runtime.wrap import train_step, unwrap, wrap
     from megatrain_nb.store.cleanup import cleanup
@@ -61,12 +63,12 @@ _LAZY = {
     "StepResult": "runtime.callbacks",
     "Trainer": "runtime.trainer",
     "cleanup": "store.cleanup",
-    "current_session": "runtime.session",
+    "current_session": "runtime.current",
     "estimate": "runtime.forecast",
     "explore": "notebook.explore",
     "export_trace": "runtime.recording",
     "from_config": "runtime.load",
-    "init": "runtime.session",
+    "init": "runtime.init",
     "largest_model": "runtime.forecast",
     "least_ram_gb": "runtime.forecast",
     "longest_sequence": "runtime.forecast",

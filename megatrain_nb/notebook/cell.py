@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from IPython.core.error import UsageError
 
 from megatrain_nb.errors import SessionError
-from megatrain_nb.notebook.view import Tick, View, Watch, current_session
+from megatrain_nb.notebook.view import Tick, View, Watch
+from megatrain_nb.runtime.current import current_session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

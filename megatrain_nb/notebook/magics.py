@@ -36,7 +36,8 @@ from megatrain_nb.notebook.surface import (
     display_mode,
     kernel_awaits,
 )
-from megatrain_nb.notebook.view import Watch, current_session
+from megatrain_nb.notebook.view import Watch
+from megatrain_nb.runtime.current import current_session
 
 if TYPE_CHECKING:
     from argparse import Namespace

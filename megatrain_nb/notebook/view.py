@@ -27,14 +27,6 @@ _MAX_SHARE = 0.01  # of the time, for drawing
 ENDED = ("done", "stopped", "interrupted", "failed")
 
 
-def current_session() -> Session | None:
-    """Return the open session without importing the runtime (and torch) to ask for it."""
-    module = sys.modules.get("megatrain_nb.runtime.session")
-    find = getattr(module, "current_session", None)
-    session: Session | None = find() if find else None
-    return session
-
-
 class Watch:
     """Listens to the sessions of one run, and says what is known at a moment.
 

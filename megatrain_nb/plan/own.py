@@ -41,6 +41,9 @@ ROUNDING_BYTES = 16_000_000
 # While a block is in backward: what it keeps, gradients of it, and what the operation in progress makes.
 BACKWARD_SHARE = 1.4
 
+# Experts in one tensor: the gradient of each slice is as large as all of it, and two are added to a third.
+_STACKED = 3
+
 
 @dataclass(frozen=True, slots=True)
 class OwnTensors:
@@ -84,7 +87,11 @@ def own_tensors(
     logits, chunking = logits_bytes(shape, window, room_bytes=max(0, room_bytes))
     block = round(BACKWARD_SHARE * largest_kept_bytes(shape, window, bf16=bf16))
     gradient = max(
-        (math.prod(params) * 4 for part in shape.parts for _, params in part.params),
+        (
+            math.prod(size) * 4 * (_STACKED if shape.share(size) < 1 else 1)
+            for part in shape.parts
+            for _, size in part.params
+        ),
         default=0,
     )
     items = {

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import safetensors.torch
-import torch
 
 from megatrain_nb.errors import (
     ArgumentError,
@@ -40,6 +37,13 @@ from megatrain_nb.runtime.modelstate import (
     restore_model,
     state_of,
 )
+from megatrain_nb.runtime.otherstate import (
+    check_stateful,
+    load_object,
+    random_state,
+    set_random_state,
+    state_of_object,
+)
 from megatrain_nb.runtime.tree import from_json, to_json
 from megatrain_nb.store.base import round_up
 from megatrain_nb.store.checkpoint import (
@@ -51,7 +55,7 @@ from megatrain_nb.store.portable import export_checkpoint, import_checkpoint
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -120,7 +124,38 @@ class Checkpoints:
         msg = f"{wanted} in {self._session.preflight.path}; there: {there}"
         raise ArgumentError(msg)
 
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Let checkpoints hold the state of these as well; None takes one off the list.
+
+        Raises
+        ------
+        ArgumentError
+            One has no state that can be kept.
+        """
+        for name, each in objects.items():
+            if each is None:
+                self.objects.pop(name, None)
+                continue
+            check_stateful(name, each)
+            self.objects[name] = each
+
     # -- taking one -----------------------------------------------------------------------------------
+
+    def save_and_keep(self, name: str | None, keep: int | None) -> Checkpoint:
+        """Take one under the name that a person gave, and keep so many, this one included; None keeps all."""
+        if keep is not None and (type(keep) is not int or keep < 1):
+            msg = f"keep={keep!r} is not usable; give a number of checkpoints, 1 or more, or None"
+            raise ArgumentError(msg)
+        given: object = name
+        if name is not None and not (isinstance(given, str) and 0 < len(given) <= 200):
+            msg = f"name={name!r} is not usable; give a short text, or None"
+            raise ArgumentError(msg)
+        others = [each for each in self._all if each.name != name]
+        removing = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
+        checkpoint = self.save(name, leaving=removing)
+        for each in removing:
+            self.remove(each)
+        return checkpoint
 
     def save(
         self,
@@ -137,13 +172,13 @@ class Checkpoints:
             CLAIM.held("saving a checkpoint"),
             interrupts_wait(session.stop_event, breakable=False),
         ):
-            models = session.usable_models()
+            models = session.models.usable()
             for model in models:
                 _check_between_steps(model)
             begin = time.perf_counter()
             for model in models:
                 model.finish_updates()
-            done = max(model.num_steps for model in models)
+            done = max(model.steps.done for model in models)
             name = f"step-{done}" if name is None else name
             same = [each for each in self._all if each.name == name]
             state, tensors = self._describe(models)
@@ -164,10 +199,10 @@ class Checkpoints:
             "models": [
                 to_json(state_of(model), tensors, model.name) for model in models
             ],
-            "random": to_json(_random_state(), tensors, "random"),
+            "random": to_json(random_state(), tensors, "random"),
             "lr_factor": self._session.controls.lr_factor,
             "objects": {
-                name: to_json(_state(each), tensors, name)
+                name: to_json(state_of_object(each), tensors, name)
                 for name, each in self.objects.items()
             },
         }
@@ -201,7 +236,7 @@ class Checkpoints:
         gone = {each.manifest for each in removing}
         after = whole + store.pinned_bytes(without=gone)
         for model in models:
-            disk = model.residency.disk_bytes
+            disk = model.memory.residency.disk_bytes
             after += disk and disk + written_bytes(model.layers.spec)
         needed = max(store.used_bytes + now, after)
         if needed > store.capacity_bytes:
@@ -274,7 +309,7 @@ class Checkpoints:
             CLAIM.held("going on from a checkpoint"),
             interrupts_wait(session.stop_event, breakable=False),
         ):
-            models = session.usable_models()
+            models = session.models.usable()
             state, states, objects = read_state(checkpoint)
             check_same(
                 state["identity"], [identity(model) for model in models], checkpoint
@@ -286,7 +321,7 @@ class Checkpoints:
             for model in models:
                 model.finish_updates()
                 model.executor.drop_gradients()
-                model.forget_step()
+                model.steps.forget()
                 model.executor.weights_change()
             try:
                 for index, (model, each) in enumerate(zip(models, states, strict=True)):
@@ -299,9 +334,9 @@ class Checkpoints:
                     )
                 if not weights_only:
                     for key, value in objects.items():
-                        _load(self.objects[key], value)
+                        load_object(self.objects[key], value)
                     session.controls.lr_factor = state["lr_factor"]
-                    _set_random_state(state["random"])
+                    set_random_state(state["random"])
             except BaseException as error:
                 for model in models:
                     model.pager.broken = (
@@ -315,7 +350,7 @@ class Checkpoints:
     def set_random_state(self, name: str) -> None:
         """Set the random states that a checkpoint has."""
         state, _, _ = read_state(self.get(name))
-        _set_random_state(state["random"])
+        set_random_state(state["random"])
 
     def object_state(self, name: str, key: str) -> Any:
         """Return the state of one registered object in a checkpoint, or None."""
@@ -410,56 +445,9 @@ def _lr_factor(value: Any) -> float:
 
 
 def _check_between_steps(model: OffloadedModel) -> None:
-    if model.in_step:
+    if model.steps.in_progress:
         msg = (
-            f"{model.name} is in the middle of step {model.num_steps + 1}: gradients are pending, and a checkpoint does "
+            f"{model.name} is in the middle of step {model.steps.done + 1}: gradients are pending, and a checkpoint does "
             "not hold them. Take it after optimizer.step(), or call optimizer.zero_grad() first"
         )
         raise SessionError(msg)
-
-
-def _random_state() -> dict[str, Any]:
-    """Return the random states of Python, numpy and torch."""
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),  # noqa: NPY002 - what transformers seeds
-        "torch": torch.get_rng_state(),
-        "cuda": [],
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    try:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-        torch.set_rng_state(state["torch"])
-        if state["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        msg = f"the checkpoint's random states are damaged: {error!r}"
-        raise StoreError(msg) from error
-
-
-def check_stateful(name: str, each: Any) -> None:
-    """Raise ArgumentError if an object's state cannot be kept."""
-    pairs = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
-    if not any(all(callable(getattr(each, x, None)) for x in pair) for pair in pairs):
-        msg = (
-            f"{name}={each!r} has neither state_dict and load_state_dict nor get_state and set_state, so a checkpoint "
-            "cannot hold it"
-        )
-        raise ArgumentError(msg)
-
-
-def _state(each: Any) -> Any:
-    return each.state_dict() if hasattr(each, "load_state_dict") else each.get_state()
-
-
-def _load(each: Any, state: Any) -> None:
-    if hasattr(each, "load_state_dict"):
-        each.load_state_dict(state)
-    else:
-        each.set_state(state)

@@ -1,13 +1,32 @@
-"""Where a step's time went, and the least that it takes on each resource."""
+"""What a session has spent so far, where a step's time went, and the least that it takes on each resource."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatrain_nb.runtime.device import Device
+    from megatrain_nb.runtime.session import Session
+
+
+def running_totals(session: Session) -> dict[str, float]:
+    """Return seconds by cause and bytes moved so far; the difference of two is what was spent between them."""
+    device, store, models = session.device, session.store, tuple(session.models)
+    return {
+        "now": time.perf_counter(),
+        "compute": device.compute_seconds
+        + sum(model.executor.compute_seconds for model in models),
+        "wait": sum(model.pager.wait_seconds for model in models),
+        "update": sum(model.steps.seconds + model.updates.seconds for model in models),
+        "read": float(store.read_bytes),
+        "written": float(store.written_bytes),
+        "onloaded": float(device.onloaded.num_bytes),
+        "offloaded": float(device.offloaded.num_bytes),
+        "link": device.onloaded.seconds + device.offloaded.seconds,
+    }
 
 
 def seconds_by_cause(spent: Mapping[str, float], *, in_place: bool) -> dict[str, float]:
@@ -16,7 +35,7 @@ def seconds_by_cause(spent: Mapping[str, float], *, in_place: bool) -> dict[str,
     Parameters
     ----------
     spent
-        What `Session.clock` counted in the step.
+        What `running_totals` counted in the step.
     in_place
         The host computes; else the device does while the host waits and updates, and only what these leave of
         the time is the computing's own.
@@ -41,7 +60,7 @@ def least_seconds(
     Parameters
     ----------
     spent
-        What `Session.clock` counted in the step.
+        What `running_totals` counted in the step.
     device
         Where it computed; it knows how fast its link is.
     disk_rate

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from megatrain_nb.plan.choices import Choices
 from megatrain_nb.plan.machine import Machine, nominal
 from megatrain_nb.plan.planner import make_plan
 from megatrain_nb.plan.shape import Shape
+from megatrain_nb.runtime.current import current_session
 from megatrain_nb.units import parse_size
 
 if TYPE_CHECKING:
@@ -203,9 +203,8 @@ def find_machine(machine: Machinelike) -> Machine:
 
 
 def session_directory() -> Path | None:
-    """Return the open session's directory, without importing what a session needs to ask for it."""
-    module = sys.modules.get("megatrain_nb.runtime.session")
-    session = module.current_session() if module else None
+    """Return the open session's directory."""
+    session = current_session()
     return None if session is None else session.preflight.path
 
 

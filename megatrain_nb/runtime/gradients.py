@@ -1,13 +1,19 @@
-"""A block's gradients: where they add up while it computes, and how they come to the bytes that the update reads."""
+"""A block's gradients: where they add up while it computes, and how they come to the bytes that the update reads.
+
+Then those of all blocks: their norm, and whether each is where the update will read it.
+"""
 
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from megatrain_nb.errors import StoreError
+from megatrain_nb.optim.gradient import accumulate
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.chunks import HOME
 from megatrain_nb.runtime.layers import part_of
@@ -19,6 +25,8 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.bound import Bound
     from megatrain_nb.runtime.executor import Executor
     from megatrain_nb.runtime.layers import Block
+    from megatrain_nb.runtime.offload import OffloadedModel
+    from megatrain_nb.runtime.pager import Pager
     from megatrain_nb.runtime.slots import Slot
 
 Slots = dict[int, "Slot"]
@@ -99,10 +107,8 @@ class Gradients:
             grad, tensor.grad = tensor.grad, None
             if grad is None:
                 return
-            if param in bound.sums:
-                total.add_(grad)
-            else:
-                bound.sums[param] = total.copy_(grad)
+            add(total, grad, first=param not in bound.sums)
+            bound.sums[param] = total
 
         bound.landed[param] = landed
         bound.plain[param].register_post_accumulate_grad_hook(landed)
@@ -142,3 +148,58 @@ class Gradients:
                     num_bytes=num_bytes,
                 )
             )
+
+
+def add(total: Tensor, grad: Tensor, *, first: bool) -> None:
+    """Add a gradient to a contiguous fp32 sum of its shape, or begin the sum with it."""
+    if (
+        grad.device.type == "cpu"
+        and grad.dtype == torch.bfloat16
+        and grad.is_contiguous()
+    ):
+        bits = grad.detach().view(torch.uint16).view(-1)
+        accumulate(total.view(-1).numpy(), bits.numpy(), first=first)
+    elif first:
+        total.copy_(grad)
+    else:
+        total.add_(grad)
+
+
+def total_norm(offloaded: OffloadedModel) -> Tensor:
+    """Return the 2-norm of all pending gradients, a float32 scalar, as torch's clip_grad_norm_ computes it."""
+    norms = offloaded.executor.norms
+    found = []
+    for param in offloaded.model.parameters():
+        if param in norms:
+            found.append(norms[param])
+        elif param not in offloaded.layers.homes and param.grad is not None:
+            found.append(torch.linalg.vector_norm(param.grad))
+    if not found:
+        return torch.tensor(0.0)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(_on_host(found)))
+    return norm
+
+
+def _on_host(scalars: list[Tensor]) -> list[Tensor]:
+    """Bring scalars to the CPU, those of one device together: the host waits once."""
+    found = list(scalars)
+    for device in {x.device for x in scalars if x.device.type != "cpu"}:
+        places = [index for index, x in enumerate(scalars) if x.device == device]
+        values = torch.stack([scalars[index] for index in places]).cpu()
+        for index, value in zip(places, values.unbind(), strict=True):
+            found[index] = value
+    return found
+
+
+def check_stored(pager: Pager) -> None:
+    """Raise if a pending gradient did not reach the disk.
+
+    Raises
+    ------
+    StoreError
+        Names it; no weight has changed.
+    """
+    with suppress(StoreError):
+        pager.settle_writes(What.GRADS)
+    if pager.lost:
+        raise StoreError(next(iter(pager.lost.values())))

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, ModelError
+from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.layers import cut, parse_dtype
-from megatrain_nb.runtime.offload import OffloadedModel, move_what_stays, prepare
-from megatrain_nb.runtime.session import require_session
+from megatrain_nb.runtime.offload import OffloadedModel
+from megatrain_nb.runtime.prepare import move_what_stays, prepare
 from megatrain_nb.runtime.tensor import stream_parameter
 
 if TYPE_CHECKING:

@@ -102,18 +102,18 @@ def state_of(model: OffloadedModel) -> dict[str, Any]:
             for group in optimizer.param_groups
         ]
     return {
-        "num_steps": model.num_steps,
-        "steps": {names[param]: count for param, count in model.steps.items()},
+        "num_steps": model.steps.done,
+        "steps": {names[param]: count for param, count in model.adam.steps.items()},
         "groups": groups,
         "ordinary": {name: x.detach() for name, x in model.layers.resident.items()},
         "moments": {
-            names[param]: list(moments) for param, moments in model.moments.items()
+            names[param]: list(moments) for param, moments in model.adam.moments.items()
         },
         "buffers": dict(model.model.named_buffers()),
         "fusing": None if model.fusing is None else model.fusing.state_dict(),
-        "codecs": model.codecs,
-        "asked": model.asked,
-        "rounding_seed": model.rounding_seed,
+        "codecs": model.adam.codecs,
+        "asked": model.adam.asked,
+        "rounding_seed": model.adam.rounding_seed,
         "opaque": model.pager.opaque,
     }
 
@@ -137,7 +137,7 @@ def check_state(
     if type(state.get("rounding_seed")) is not int:
         msg = "the checkpoint does not say the seed of the rounding"
         raise StoreError(msg)
-    model.check_plan(layers.spec)
+    model.memory.check(layers.spec)
     known = {
         prefix + name
         for pack in layers.spec.packs
@@ -158,7 +158,7 @@ def _layers_of(model: OffloadedModel, state: dict[str, Any]) -> Layers:
     """Return the model's cut with the codecs that its moments had."""
     codecs, asked = state.get("codecs"), state.get("asked")
     for given in (codecs, asked):
-        if not isinstance(given, dict) or given.keys() != model.codecs.keys():
+        if not isinstance(given, dict) or given.keys() != model.adam.codecs.keys():
             msg = (
                 "the checkpoint does not say which codec each parameter's moments have"
             )
@@ -224,16 +224,18 @@ def _restore_optimizer(
     model: OffloadedModel, state: dict[str, Any], params: dict[str, nn.Parameter]
 ) -> None:
     """Bring back what belongs to steps and is not in tiles."""
-    model.session.plan()
-    model.rounding_seed = state["rounding_seed"]
+    model.session.models.plan()
+    model.adam.rounding_seed = state["rounding_seed"]
     model.pager.opaque = state["opaque"]
-    model.num_steps = state["num_steps"]
-    model.steps.clear()
-    model.steps.update({params[name]: count for name, count in state["steps"].items()})
-    model.moments.clear()
+    model.steps.done = state["num_steps"]
+    model.adam.steps.clear()
+    model.adam.steps.update(
+        {params[name]: count for name, count in state["steps"].items()}
+    )
+    model.adam.moments.clear()
     for name, (first, second) in state["moments"].items():
         device = params[name].device
-        model.moments[params[name]] = first.to(device), second.to(device)
+        model.adam.moments[params[name]] = first.to(device), second.to(device)
     if model.fusing is not None and state["fusing"] is not None:
         model.fusing.load_state_dict(state["fusing"])
     if model.optimizer is not None and state["groups"] is not None:
@@ -251,8 +253,8 @@ def _take_codecs(model: OffloadedModel, state: dict[str, Any]) -> None:
         if pack != pager.packs[pack.index]:
             pager.swap(pack, [Piece(pack, what) for what in moments_of(pack)])
     model.use_layers(layers)
-    if model.asked != state["asked"]:
-        model.asked = dict(state["asked"])
+    if model.adam.asked != state["asked"]:
+        model.adam.asked = dict(state["asked"])
         model.session.note(_OTHER_CODECS)
 
 

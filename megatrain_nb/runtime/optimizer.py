@@ -16,6 +16,7 @@ from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.optim.adamw import Segment, update
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import caution_of
+from megatrain_nb.runtime.gradients import check_stored, total_norm
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.piece import MOMENTS
 from megatrain_nb.runtime.recode import ask, asked_by_groups, recode
@@ -102,10 +103,10 @@ class AdamW(torch.optim.Optimizer):
                     msg = f"a parameter of shape {tuple(param.shape)} does not belong to the model; give model.parameters()"
                     raise ArgumentError(msg)
         asked = asked_by_groups(offloaded, self.param_groups)
-        offloaded.reset_optimizer()
+        offloaded.adam.reset()
         ask(offloaded, asked)
         offloaded.optimizer = self  # the one before, if any, has lost its moments
-        offloaded.rounding_seed = self.param_groups[0]["rounding_seed"]
+        offloaded.adam.rounding_seed = self.param_groups[0]["rounding_seed"]
         self._warn_of_settings()
 
     @torch.no_grad()
@@ -128,20 +129,20 @@ class AdamW(torch.optim.Optimizer):
         if offloaded.optimizer is not self:
             msg = "another optimizer was made for this model since; step with that one"
             raise ModelError(msg)
-        offloaded.check_gradients()
+        check_stored(offloaded.pager)
         if self.taken_over is not None:
             self.taken_over._opt_called = True  # type: ignore[attr-defined]  # for its schedulers
-        offloaded.begin_step()
+        offloaded.steps.begin()
         begin, before = time.perf_counter(), offloaded.executor.not_computing()
         max_norm = (
             self._clip_once if self._clip_once is not None else self.max_grad_norm
         )
         self._clip_once = None
-        self.last_grad_norm = offloaded.total_norm()
+        self.last_grad_norm = total_norm(offloaded)
         skipped = self._why_not_finite()
         if skipped and self.nonfinite == "stop":
             msg = (
-                f"{skipped} in step {offloaded.num_steps + 1}; nothing was updated, the weights are those of the "
+                f"{skipped} in step {offloaded.steps.done + 1}; nothing was updated, the weights are those of the "
                 'step before. Lower the learning rate or clip with max_grad_norm, or give nonfinite="skip" to '
                 "leave such steps out"
             )
@@ -154,16 +155,16 @@ class AdamW(torch.optim.Optimizer):
         }
         with interrupts_wait(offloaded.executor.stop, breakable=False):
             if skipped:
-                logger.warning("step %d skipped: %s", offloaded.num_steps + 1, skipped)
+                logger.warning("step %d skipped: %s", offloaded.steps.done + 1, skipped)
             else:
                 begin_update(offloaded, configs, grad_scale=scale)
             self.note_state()
-            offloaded.num_steps += 1
+            offloaded.steps.done += 1
             if not skipped:
                 offloaded.executor.turn_over()
             counted = offloaded.executor.not_computing() - before
-            offloaded.step_seconds += time.perf_counter() - begin - counted
-            offloaded.finish_step(float(self.last_grad_norm))
+            offloaded.steps.seconds += time.perf_counter() - begin - counted
+            offloaded.steps.finish(float(self.last_grad_norm))
         return loss
 
     def _why_not_finite(self) -> str:
@@ -209,7 +210,7 @@ class AdamW(torch.optim.Optimizer):
     def clip_next(self, max_norm: float) -> Tensor:
         """Clip in the next step, and return the total norm of the pending gradients."""
         self._clip_once = max_norm
-        return self.offloaded.total_norm()
+        return total_norm(self.offloaded)
 
     def state_dict(self) -> dict[str, Any]:
         """Return hyper-parameters, step counts and moments, as torch does.
@@ -247,7 +248,7 @@ class AdamW(torch.optim.Optimizer):
             group.update(
                 {key: value for key, value in other.items() if key != "params"}
             )
-        self.offloaded.rounding_seed = groups[0]["rounding_seed"]
+        self.offloaded.adam.rounding_seed = groups[0]["rounding_seed"]
         params = [param for group in groups for param in group["params"]]
         self._take_codecs(params, state_dict.get("moment_codecs", {}))
         for index, param in enumerate(params):
@@ -272,7 +273,7 @@ class AdamW(torch.optim.Optimizer):
                 names[index]: codec
                 for index, codec in codecs.items()
                 if index in names
-                and offloaded.asked[names[index]] == DYNAMIC
+                and offloaded.adam.asked[names[index]] == DYNAMIC
                 and codec in Role.BODY.codecs
             },
         )
@@ -281,19 +282,19 @@ class AdamW(torch.optim.Optimizer):
         """Copy one parameter's step count and moments into the store."""
         if not state:
             return
-        self.offloaded.steps[param] = int(state["step"])
+        self.offloaded.adam.steps[param] = int(state["step"])
         moments = [state.get(what.value) for what in MOMENTS]
         if any(moment is not None for moment in moments):
             zeros = torch.zeros(())
             with torch.no_grad():
-                self.offloaded.set_moments(
+                self.offloaded.adam.set_moments(
                     param, *(zeros if moment is None else moment for moment in moments)
                 )
 
     def _drop_state(self, param: Any) -> None:
-        if self.offloaded.steps.pop(param, 0):
+        if self.offloaded.adam.steps.pop(param, 0):
             del self.state[param]
-            self.offloaded.set_moments(param, torch.zeros(()), torch.zeros(()))
+            self.offloaded.adam.set_moments(param, torch.zeros(()), torch.zeros(()))
 
     def _warn_of_settings(self) -> None:
         """Say where hyper-parameters are known to hurt a codec."""
@@ -308,11 +309,11 @@ class AdamW(torch.optim.Optimizer):
 
     def note_state(self) -> None:
         """Show torch's view of the state: step count, and moments that are read when asked for."""
-        for param, step in self.offloaded.steps.items():
+        for param, step in self.offloaded.adam.steps.items():
             state = self.state[param]
             if not state:
                 for what in MOMENTS:
-                    state[what.value] = self.offloaded.moment(param, what)
+                    state[what.value] = self.offloaded.adam.moment(param, what)
             state["step"] = torch.tensor(float(step))
 
 
@@ -414,15 +415,17 @@ def begin_update(
         home = offloaded.layers.homes.get(param)
         if home is not None and param in offloaded.executor.norms:
             start, stop = home.spec.offset, home.spec.offset + home.spec.numel
-            step = offloaded.count_step(param)
-            _, seed = offloaded.rounding_of(home.spec.name)
+            step = offloaded.adam.count_step(param)
+            _, seed = offloaded.adam.rounding_of(home.spec.name)
             segment = Segment(start, stop, config, step, seed)
             segments.setdefault(home.pack.index, []).append(segment)
-    offloaded.look_at_update(p for p in configs if p in offloaded.executor.norms)
+    offloaded.adam.look_at_update(p for p in configs if p in offloaded.executor.norms)
     offloaded.executor.begin_update(segments, grad_scale=grad_scale)
     for param, config in configs.items():
         if param not in offloaded.layers.homes and param.grad is not None:
-            segment = Segment(0, param.numel(), config, offloaded.count_step(param))
+            segment = Segment(
+                0, param.numel(), config, offloaded.adam.count_step(param)
+            )
             _update_ordinary(offloaded, param, segment, grad_scale)
 
 
@@ -430,7 +433,7 @@ def _update_ordinary(
     offloaded: OffloadedModel, param: nn.Parameter, segment: Segment, grad_scale: float
 ) -> None:
     assert param.grad is not None
-    moments = [offloaded.moment(param, what) for what in MOMENTS]
+    moments = [offloaded.adam.moment(param, what) for what in MOMENTS]
     tensors = (param, *moments, param.grad)
     hosts = [tensor.detach().to("cpu").contiguous() for tensor in tensors]
     values, exp_avg, exp_avg_sq, grad = (host.view(-1).numpy() for host in hosts)

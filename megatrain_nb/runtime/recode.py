@@ -154,7 +154,7 @@ def ask(offloaded: OffloadedModel, asked: Mapping[str, str]) -> None:
         offloaded.updates.finish_all()
         offloaded.updates.chooser.forget()
         recode(offloaded, codecs)
-        offloaded.asked = dict(asked)
+        offloaded.adam.asked = dict(asked)
 
 
 def recode(offloaded: OffloadedModel, codecs: Mapping[str, str]) -> None:
@@ -180,15 +180,15 @@ def recode(offloaded: OffloadedModel, codecs: Mapping[str, str]) -> None:
         offloaded.updates.finish_all()
         offloaded.executor.rest()
         pager.barrier()
-        offloaded.check_plan(new.spec)
+        offloaded.memory.check(new.spec)
         try:
             for pack in new.spec.packs:
                 if pack != pager.packs[pack.index]:
-                    _convert_pack(pager, pack, offloaded.rounding_of)
+                    _convert_pack(pager, pack, offloaded.adam.rounding_of)
         finally:
             done = {param.name: param.codec for p in pager.packs for param in p.params}
             offloaded.use_layers(offloaded.layers.with_codecs(done))
-        offloaded.session.plan()
+        offloaded.session.models.plan()
 
 
 def _convert_pack(pager: Pager, after: PackSpec, key_of: KeyOf) -> None:

@@ -16,6 +16,7 @@ from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.plan.history import StepRow
 from megatrain_nb.plan.layout import Layout
 from megatrain_nb.plan.timeline import HIT, Span
+from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.recorder import Recorder
 from megatrain_nb.runtime.status import TierStatus
 
@@ -105,10 +106,6 @@ def record(path: str | Path, *, spans: bool = False) -> Recording:
     ArgumentError
         The file cannot be written.
     """
-    from megatrain_nb.runtime.session import (  # noqa: PLC0415 - torch comes with it
-        require_session,
-    )
-
     return Recording(Path(path).expanduser(), require_session(), spans=spans)
 
 
@@ -249,10 +246,6 @@ def export_trace(path: str | Path, source: Recorder | str | Path | None = None) 
 
 
 def _current_recorder() -> Recorder:
-    from megatrain_nb.runtime.session import (  # noqa: PLC0415 - torch comes with it
-        require_session,
-    )
-
     recorder = require_session().recorder
     if recorder is None:
         msg = "nobody has followed this session: train in a %%megatrain cell, or record with mt.record(path)"

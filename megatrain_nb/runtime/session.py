@@ -3,44 +3,35 @@
 from __future__ import annotations
 
 import atexit
-import gc
-import importlib
 import logging
 import os
 import threading
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatrain_nb.codec import split
-from megatrain_nb.codec.choice import Compression, parse_compression
-from megatrain_nb.codec.lossless import chunks
-from megatrain_nb.codec.names import LOSSLESS
-from megatrain_nb.errors import ArgumentError, SessionError
-from megatrain_nb.optim import encoded
-from megatrain_nb.optim.adamw import UpdateThreads, warm_up
+from megatrain_nb.codec.choice import Compression
+from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime import heap, rss
-from megatrain_nb.runtime.checkpoint import Checkpoints, check_stateful
+from megatrain_nb.runtime.checkpoint import Checkpoints
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.controls import Controls
-from megatrain_nb.runtime.device import open_device, pinned_pages
+from megatrain_nb.runtime.current import current_session, set_current
+from megatrain_nb.runtime.device import pinned_pages
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.piece import MOMENTS, What
+from megatrain_nb.runtime.models import Models
+from megatrain_nb.runtime.notes import describe_found, opening_notes
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.status import Status, TierStatus, describe_model
+from megatrain_nb.runtime.warmup import load_code
 from megatrain_nb.store.checkpoint import read_checkpoints, sweep
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.owner import OwnerLock, reclaim
-from megatrain_nb.store.preflight import check_directory
-from megatrain_nb.units import format_bytes, parse_size
+from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import torch
-
     from megatrain_nb.plan.layout import Layout
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.device import Device
@@ -52,8 +43,6 @@ if TYPE_CHECKING:
     from megatrain_nb.store.preflight import Preflight
 
 logger = logging.getLogger("megatrain_nb")
-
-_current: Session | None = None
 
 _OWN_LOOP = (
     'crash_safe="step": in a loop of your own only you know where a step ends (after scheduler.step()), so call '
@@ -101,6 +90,8 @@ class Session:
         A live view follows the training; other progress displays keep quiet.
     last_step
         The last optimizer step, or None.
+    models
+        The models in the session.
     saved
         The checkpoints of the directory; `checkpoints` lists them.
 
@@ -140,9 +131,7 @@ class Session:
         self.shown = False
         self.last_step: StepResult | None = None
         self.stop_event = threading.Event()
-        self.num_models = 0
-        self._models: list[OffloadedModel] = []
-        self._at_work: OffloadedModel | None = None
+        self.models = Models(self)
         self._closed = False
         self.device = device
         self._lock = OwnerLock(preflight.path)
@@ -155,8 +144,15 @@ class Session:
             self.threads = UpdateThreads()
             undo.callback(self.threads.close)
             undo.pop_all()
-        self.notes = self._find_notes(reclaimed)
-        self._tell_found(found)
+        self.notes = opening_notes(
+            preflight,
+            device,
+            max_vram_bytes=max_vram_bytes,
+            max_disk_bytes=max_disk_bytes,
+            reclaimed_bytes=reclaimed,
+        )
+        if found:
+            self.note(describe_found(found, self._lock.left_at_step))
         self._peak = rss.PeakMeter()
 
     def _open_store(self, pinned: list[Manifest]) -> None:
@@ -201,20 +197,19 @@ class Session:
         self._close()
 
     def _close(self) -> None:
-        global _current  # noqa: PLW0603
         with interrupts_wait(self.stop_event, breakable=False), ExitStack() as closing:
             if self._closed:
                 return
             self._closed = True
-            if _current is self:
-                _current = None
+            if current_session() is self:
+                set_current(None)
             closing.callback(heap.trim)
             closing.callback(self._lock.release)
             closing.callback(self.device.close)
             closing.callback(self.pool.close)
             closing.callback(self.threads.close)
             closing.callback(self.store.close)
-            for model in list(self._models):
+            for model in self.models:
                 closing.callback(model.close, "the session was closed")
                 self._warn_unsaved(model)
 
@@ -223,7 +218,7 @@ class Session:
             logger.warning(
                 "%s: closing the session discards changes of its weights that were not saved (now at step %d)",
                 model.name,
-                model.num_steps,
+                model.steps.done,
             )
 
     def __enter__(self) -> Self:
@@ -260,12 +255,7 @@ class Session:
         ArgumentError
             An object without these.
         """
-        for name, each in objects.items():
-            if each is None:
-                self.saved.objects.pop(name, None)
-                continue
-            check_stateful(name, each)
-            self.saved.objects[name] = each
+        self.saved.register(objects)
 
     def save_checkpoint(
         self, name: str | None = None, *, keep: int | None = None
@@ -295,20 +285,7 @@ class Session:
         StoreError
             The disk is full or failed; earlier checkpoints are whole, and training can go on.
         """
-        if keep is not None and (type(keep) is not int or keep < 1):
-            msg = f"keep={keep!r} is not usable; give a number of checkpoints, 1 or more, or None"
-            raise ArgumentError(msg)
-        given: object = name
-        if name is not None and not (isinstance(given, str) and 0 < len(given) <= 200):
-            msg = f"name={name!r} is not usable; give a short text, or None"
-            raise ArgumentError(msg)
-        before = self.saved.all()
-        others = [each for each in before if each.name != name]
-        removing = [] if keep is None else others[: max(0, len(others) + 1 - keep)]
-        checkpoint = self.saved.save(name, leaving=removing)
-        for each in removing:
-            self.saved.remove(each)
-        return checkpoint
+        return self.saved.save_and_keep(name, keep)
 
     def resume(
         self, name: str | None = None, *, weights_only: bool = False
@@ -374,61 +351,7 @@ class Session:
         """
         return self.saved.take_in(Path(folder), name)
 
-    def usable_models(self) -> list[OffloadedModel]:
-        """Return the models in the order in which they came.
-
-        Raises
-        ------
-        SessionError
-            There is none, the session is closed, or one must not be used any more.
-        """
-        if self._closed:
-            msg = "the session is closed; open one with mt.init(...)"
-            raise SessionError(msg)
-        if (
-            len(self._models) > 1
-        ):  # one that nobody uses any more may wait for the collector
-            gc.collect()
-        self._let_go()
-        if not self._models:
-            msg = "no model is in the session; call mt.wrap(model) or make an mt.Trainer first"
-            raise SessionError(msg)
-        for model in self._models:
-            model.executor.check_usable()
-        return list(self._models)
-
     # -- models -----------------------------------------------------------------------------------------
-
-    def check_in(self) -> None:
-        """Make room before a model moves in: let go of those that nobody holds any more."""
-        CLAIM.check()
-        if self._models:
-            gc.collect()
-        self._let_go()
-
-    def _let_go(self) -> None:
-        for model in [model for model in self._models if model.deleted]:
-            model.close("the model was deleted")
-
-    def adopt(self, model: OffloadedModel) -> None:
-        """Note a model that moves in."""
-        self._models.append(model)
-        self.num_models += 1
-
-    def dismiss(self, model: OffloadedModel) -> None:
-        """Note a model that left, and free what it had on disk."""
-        if model in self._models:
-            self._models.remove(model)
-            self._at_work = None
-            if not self._closed:
-                model.pager.delete_all()
-                if self._models:  # the others may have its share
-                    self.plan()
-
-    @property
-    def models(self) -> tuple[OffloadedModel, ...]:
-        """The models in the session."""
-        return tuple(self._models)
 
     def plan(self) -> None:
         """Give every model an equal share of the RAM, and let each decide what of it stays there.
@@ -438,55 +361,11 @@ class Session:
         BudgetError
             A share is too small.
         """
-        share = self.share_bytes()
-        self.pool.limit_bytes = self.max_ram_bytes
-        for model in self._models:
-            model.plan(share)
-        self.pool.trim()
-        reserved = max(
-            model.residency.activation_bytes + model.residency.keep_bytes
-            for model in self._models
-        )
-        limit = self.max_ram_bytes - reserved
-        for model in self._models:
-            model.pager.shrink(limit)
-        self.pool.limit_bytes = limit
-        if self.callbacks:
-            for layout in self.layouts():
-                for callback in self.callbacks:
-                    callback.on_layout(layout)
+        self.models.plan()
 
     def layouts(self) -> list[Layout]:
         """Return the blocks of each model, and what of them the plan keeps in RAM."""
-        return [model.layout() for model in self._models]
-
-    @property
-    def plans_by_shape(self) -> bool:
-        """Whether a model's shape may tell what to set aside for it: blocks compute in RAM, and nothing was asked for."""
-        asked = (self.max_resident_bytes, self.max_kept_bytes, self.keep_share)
-        return self.device.in_place and asked == (None, None, None)
-
-    def share_bytes(self) -> int:
-        """Return what each model may have of the RAM, in bytes."""
-        return self.max_ram_bytes // len(self._models)
-
-    def packing_share_bytes(self) -> int:
-        """Return what each model has to leave of its share for packing, in bytes."""
-        return -(-self.store.staging_bytes // max(len(self._models), 1))
-
-    def give_turn(self, model: OffloadedModel) -> None:
-        """Let one model run; what the others have read ahead, or the deleted ones had, makes room for it."""
-        self._let_go()
-        if self._at_work is not model:
-            for other in self._models:
-                if other is not model:
-                    other.executor.rest()
-            self._at_work = model
-
-    def disk_room_bytes(self, model: OffloadedModel) -> int:
-        """Return the bytes that a model may have on disk beside the other models."""
-        others = sum(m.residency.disk_bytes for m in self._models if m is not model)
-        return self.store.capacity_bytes - self.store.pinned_bytes() - others
+        return self.models.layouts()
 
     # -- what happens -------------------------------------------------------------------------------------
 
@@ -508,23 +387,6 @@ class Session:
             self.on_span(span)
         except Exception:  # a listener's fault must not pass for one of the disk's
             logger.exception("a callback failed in on_span")
-
-    def clock(self) -> dict[str, float]:
-        """Return running totals: seconds by cause and bytes moved; two of them bound an interval."""
-        return {
-            "now": time.perf_counter(),
-            "compute": self.device.compute_seconds
-            + sum(model.executor.compute_seconds for model in self._models),
-            "wait": sum(model.pager.wait_seconds for model in self._models),
-            "update": sum(
-                model.step_seconds + model.updates.seconds for model in self._models
-            ),
-            "read": float(self.store.read_bytes),
-            "written": float(self.store.written_bytes),
-            "onloaded": float(self.device.onloaded.num_bytes),
-            "offloaded": float(self.device.offloaded.num_bytes),
-            "link": self.device.onloaded.seconds + self.device.offloaded.seconds,
-        }
 
     def note_step(self, result: StepResult) -> None:
         """Tell the callbacks that a step is complete."""
@@ -576,7 +438,7 @@ class Session:
             tiers=self.tiers(),
             last_step=self.last_step,
             models=tuple(
-                describe_model(model) for model in self._models if not model.deleted
+                describe_model(model) for model in self.models if not model.deleted
             ),
             notes=self._notes_now(),
             packed_sizes=self.store.packed_sizes(),
@@ -607,124 +469,6 @@ class Session:
         problem = self._page_lock.problem if self._page_lock is not None else ""
         return (*self.notes, problem) if problem else self.notes
 
-    def _tell_found(self, found: list[Checkpoint]) -> None:
-        if found:
-            self.note(_describe_found(found, self._lock.left_at_step))
-
-    def _find_notes(self, reclaimed: int) -> tuple[str, ...]:
-        notes = [*self.preflight.notes, self.preflight.direct_note]
-        if reclaimed:
-            notes.append(
-                f"{format_bytes(reclaimed)} that an earlier, dead process had left here were removed"
-            )
-        if self.device.torch_device.type == "cpu" and self.max_vram_bytes:
-            notes.append("max_vram_gb has no effect without a GPU")
-        if self.device.torch_device.type == "cpu":
-            notes.append(
-                "no GPU is used: blocks compute in place in RAM, which device and host share"
-            )
-        if self.device.torch_device.type == "mps":
-            notes.append(
-                "MPS: blocks are copied to it and from it without overlap; this was never measured"
-            )
-        if self.max_disk_bytes and self.max_disk_bytes > self.preflight.free_bytes:
-            notes.append(
-                f"max_disk_gb allows {format_bytes(self.max_disk_bytes)}, but only "
-                f"{format_bytes(self.preflight.free_bytes)} are free"
-            )
-        return tuple(notes)
-
-
-def init(
-    offload_dir: str | Path,
-    max_vram_gb: float | str | None = None,
-    max_ram_gb: float | str | None = None,
-    max_disk_gb: float | str | None = None,
-    optimizer_compression: bool | str | Mapping[str, bool | str] = False,
-    weight_compression: bool | str = False,
-    device: str | torch.device | None = None,
-    crash_safe: str | None = None,
-) -> Session:
-    """Open a session: from now on models are trained through this directory, within these budgets.
-
-    Parameters
-    ----------
-    offload_dir
-        A directory on a fast local disk; made (0700) if it is missing. One session at a time owns it.
-    max_vram_gb, max_ram_gb, max_disk_gb
-        Budgets: GB (10^9 bytes), or text such as ``"24GiB"``. ``max_ram_gb`` bounds everything held in host
-        memory: weights, gradients, moments, staging. Left out: no limit for device and disk, 80 % of
-        the free memory for RAM. Without a GPU, device and host share ``max_ram_gb``.
-    optimizer_compression
-        How Adam's moments are stored: False, as fp32; ``"lossless"``, packed on disk bit for bit, and fp32 in RAM;
-        ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised; ``"dynamic"`` or True, in 2 to 4 bits by an
-        error budget. Or a mapping from patterns of parameter or module names to these, ``"lossless"`` not among
-        them; the first that matches counts, and what none matches stays fp32. Vectors, norms and
-        parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
-        docs/codecs.md for what each loses.
-    weight_compression
-        False; or ``"lossless"``: weights are packed on disk bit for bit, fp32 ones and the bf16 halves that compute
-        in bf16. Lossless packing takes 22 MB of ``max_ram_gb``, and time of the I/O threads; see docs/lossless.md.
-    device
-        ``"cuda"`` or ``"cpu"``; left out: CUDA where there is one. ``"mps"`` (Apple) works with plain copies, and was
-        never measured.
-    crash_safe
-        ``"step"``: `mt.Trainer` takes a checkpoint after every step and keeps the last of them, so that a crash
-        costs at most the step in progress. Its updates are done at once then, and the disk holds a second version
-        of every tile. None: only what ``save_strategy`` and `Session.save_checkpoint` keep.
-
-    Returns
-    -------
-    Session
-        A context manager. An open session of this process is closed first.
-
-    Raises
-    ------
-    ArgumentError
-        A size, directory, device or compression that cannot be used.
-    BudgetError
-        Less RAM than packing takes.
-    SessionError
-        Another process owns the directory.
-    """
-    global _current  # noqa: PLW0603
-    CLAIM.check()
-    if crash_safe not in (None, "step"):
-        msg = f'crash_safe={crash_safe!r} is not known; give "step" or None'
-        raise ArgumentError(msg)
-    lossless = optimizer_compression == LOSSLESS
-    compression = parse_compression(False if lossless else optimizer_compression)
-    packed = _packed(moments=lossless, weights=weight_compression)
-    given: object = offload_dir
-    if not isinstance(given, str | os.PathLike) or not str(given).strip():
-        msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
-        raise ArgumentError(msg)
-    sizes = {
-        name: None if value is None else parse_size(value, name=name)
-        for name, value in (
-            ("max_vram_gb", max_vram_gb),
-            ("max_ram_gb", max_ram_gb),
-            ("max_disk_gb", max_disk_gb),
-        )
-    }
-    preflight = check_directory(offload_dir)
-    opened = open_device(device, max_vram_bytes=sizes["max_vram_gb"])
-    if (
-        _current is not None
-    ):  # only now: a mistyped argument must not cost the open session
-        _current.close()
-    _current = Session(
-        preflight,
-        max_ram_bytes=sizes["max_ram_gb"],
-        max_disk_bytes=sizes["max_disk_gb"],
-        max_vram_bytes=sizes["max_vram_gb"],
-        device=opened,
-        crash_safe=crash_safe,
-        compression=compression,
-        packed=packed,
-    )
-    return _current
-
 
 def _take_over(lock: OwnerLock) -> tuple[int, list[Checkpoint]]:
     """Remove what a dead owner left; return the bytes of it, and the checkpoints that are there."""
@@ -734,69 +478,14 @@ def _take_over(lock: OwnerLock) -> tuple[int, list[Checkpoint]]:
     return reclaimed, read_checkpoints(directory)
 
 
-def _describe_found(found: list[Checkpoint], left_at_step: int | None) -> str:
-    last = found[-1]
-    count = "a checkpoint" if len(found) == 1 else f"{len(found)} checkpoints, the last"
-    lost = (left_at_step or 0) - last.step
-    after = (
-        f"; the process that died here had done {lost} more {'step' if lost == 1 else 'steps'}, which are lost"
-        if lost > 0
-        else ""
-    )
-    return (
-        f"this directory holds {count}: {last.label}{after}. Go on with session.resume(), or with "
-        "trainer.train(resume_from_checkpoint=True)"
-    )
-
-
-def _packed(*, moments: bool, weights: object) -> frozenset[What]:
-    """Return the kinds of pieces to pack."""
-    if weights is not False and weights != LOSSLESS:
-        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
-        raise ArgumentError(msg)
-    kinds = (MOMENTS if moments else ()) + ((What.WEIGHTS,) if weights else ())
-    return frozenset(kinds)
-
-
-def load_code(compression: Compression | None = None, *, packing: bool = False) -> None:
-    """Import and compile what the first step would, so that it is not taken for the model's memory."""
-    importlib.import_module("torch._dynamo")  # torch does when an optimizer is made
-    warm_up()
-    warm_up(split=True)
-    split.warm_up()
-    for codec in () if compression is None else compression.codecs():
-        encoded.warm_up(codec)
-        encoded.warm_up(codec, split=True)
-    if packing:
-        chunks.warm_up()
-
-
-def current_session() -> Session | None:
-    """Return the open session, or None."""
-    return _current
-
-
-def require_session() -> Session:
-    """Return the open session.
-
-    Raises
-    ------
-    SessionError
-        There is none: says how to open one.
-    """
-    if _current is None:
-        msg = "no session is open; call mt.init(offload_dir=..., max_ram_gb=...) first (in a notebook: %megatrain init)"
-        raise SessionError(msg)
-    return _current
-
-
 _pid = os.getpid()
 
 
 def _close_current() -> None:
     # A forked child shares the files, but does not own them.
-    if _current is not None and os.getpid() == _pid:
-        _current._close()
+    session = current_session()
+    if session is not None and os.getpid() == _pid:
+        session._close()
 
 
 # Nothing but checkpoints is left in the offload directory when the interpreter ends.

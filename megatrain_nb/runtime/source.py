@@ -174,7 +174,7 @@ def encoded_of(
                     offset = part.param.offset
                     place = slice(part.start - offset, part.stop - offset)
                     found.append((part, data[first:end], place))
-        yield found, Key(0, *offloaded.rounding_of(home.spec.name))
+        yield found, Key(0, *offloaded.adam.rounding_of(home.spec.name))
 
 
 def _beside(values: Any, mine: int) -> Moments:

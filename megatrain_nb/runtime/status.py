@@ -205,12 +205,12 @@ class Status:
 
 def describe_model(model: OffloadedModel) -> ModelStatus:
     """Return the numbers of one model."""
-    spec, residency = model.layers.spec, model.residency
+    spec, residency = model.layers.spec, model.memory.residency
     return ModelStatus(
         name=model.name,
         num_params=spec.num_params,
         num_blocks=len(spec.blocks),
-        num_steps=model.num_steps,
+        num_steps=model.steps.done,
         state_bytes=spec.state_bytes,
         resident_bytes=residency.resident_bytes,
         working_bytes=residency.working_bytes,
@@ -219,7 +219,7 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         logits=model.logits.chunking,
         moments_bytes=spec.moments_bytes,
         codecs=_count_codecs(spec),
-        dynamic="dynamic" in model.asked.values(),
+        dynamic="dynamic" in model.adam.asked.values(),
         num_split=sum(
             param.numel for pack in spec.packs if pack.split for param in pack.params
         ),

@@ -19,6 +19,8 @@ from transformers.trainer_utils import SaveStrategy
 
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.runtime.claim import CLAIM
+from megatrain_nb.runtime.current import require_session
+from megatrain_nb.runtime.gradients import total_norm
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import (
     AdamW,
@@ -35,7 +37,6 @@ from megatrain_nb.runtime.runs import (
     to_remove,
     write_reference,
 )
-from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import valid_tokens
 from megatrain_nb.runtime.wrap import run_window
 
@@ -170,7 +171,7 @@ class Trainer(transformers.Trainer):
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
         """Collect a micro-batch; with the last one of the window, run forward and backward of all."""
-        self.offloaded.begin_step(stops=False)
+        self.offloaded.steps.begin(stops=False)
         self._window.append((model, inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -221,7 +222,7 @@ class Trainer(transformers.Trainer):
         return self.streamed_optimizer.clip_next(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        return self.offloaded.total_norm() if grad_norm is None else grad_norm
+        return total_norm(self.offloaded) if grad_norm is None else grad_norm
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Do nothing: the blocks go to the session's device by themselves."""
@@ -489,7 +490,7 @@ class _Reports(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         controls = self._trainer.session.controls
-        self._trainer.offloaded.between_steps()
+        self._trainer.offloaded.steps.obey_controls()
         if controls.stopping:
             control.should_training_stop = True
             # As after the last step of all: a run that is to go on can.

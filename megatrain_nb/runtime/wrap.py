@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.runtime.claim import CLAIM
+from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
 from megatrain_nb.runtime.optimizer import (
@@ -20,7 +21,6 @@ from megatrain_nb.runtime.optimizer import (
     check_max_norm,
     check_nonfinite,
 )
-from megatrain_nb.runtime.session import require_session
 from megatrain_nb.runtime.tokens import (
     NumItems,
     loss_of,
@@ -190,12 +190,12 @@ def train_step(
         try:
             optimizer.step()
         except BaseException:
-            offloaded.forget_step()
+            offloaded.steps.forget()
             raise
         finally:
             optimizer.zero_grad()
-    assert offloaded.last_step is not None
-    return offloaded.last_step
+    assert offloaded.steps.last is not None
+    return offloaded.steps.last
 
 
 def run_window(
@@ -219,24 +219,24 @@ def run_window(
     """
     executor = offloaded.executor
     executor.check_usable()
-    offloaded.begin_step()
+    offloaded.steps.begin()
     try:
         with interrupts_wait(executor.stop):
-            first = offloaded.model if offloaded.num_steps == 0 else None
+            first = offloaded.model if offloaded.steps.done == 0 else None
             losses = Window(
                 executor,
                 computes,
-                step=offloaded.num_steps,
+                step=offloaded.steps.done,
                 model=first,
                 fusing=offloaded.fusing,
             ).run()
     except BaseException:
         with interrupts_wait(executor.stop, breakable=False):
-            offloaded.forget_step()
+            offloaded.steps.forget()
             executor.abort()
             executor.drop_gradients()
         raise
-    offloaded.note_loss(sum(losses[1:], start=losses[0]), tokens)
+    offloaded.steps.note_loss(sum(losses[1:], start=losses[0]), tokens)
     return losses
 
 

@@ -20,7 +20,7 @@ import transformers
 import megatrain_nb as mt
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.offload import offloaded_model
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 
 
 def make_config(family: str, **values: Any) -> Any:
@@ -61,7 +61,7 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
             writes.append(result.written_bytes)
         elif step == given["warm_up"] - 1:
             meter.restart()
-    last = offloaded.last_step
+    last = offloaded.steps.last
     assert last is not None
     return {
         "seconds": median(seconds),
@@ -76,13 +76,13 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
         "causes": last.seconds,
         "bound": last.bound,
         "share_of_bound": last.share_of_bound,
-        "reserved_bytes": offloaded._reserved,
+        "reserved_bytes": offloaded.memory.reserved_bytes,
         "keep_wanted": offloaded.executor.keeping.wanted_bytes,
-        "keep_bytes": offloaded.residency.keep_bytes,
-        "keep_beside": offloaded._keep_beside,
+        "keep_bytes": offloaded.memory.residency.keep_bytes,
+        "keep_beside": offloaded.memory._keep_beside,
         "held_bytes": offloaded.executor.keeping.peak_bytes,
-        "working_bytes": offloaded.residency.working_bytes,
-        "resident_bytes": offloaded.residency.resident_bytes,
+        "working_bytes": offloaded.memory.residency.working_bytes,
+        "resident_bytes": offloaded.memory.residency.resident_bytes,
     }
 
 

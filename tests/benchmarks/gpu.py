@@ -135,7 +135,7 @@ def streamed(model: Any, results: list[mt.StepResult]) -> Step:
 def session_on(kind: str, **limits: Any) -> Iterator[mt.Session]:
     """A session on CUDA or on the twin, in a directory of its own."""
     twin = mock.patch(
-        "megatrain_nb.runtime.session.open_device",
+        "megatrain_nb.runtime.init.open_device",
         lambda *_, max_vram_bytes: SlotDevice(
             torch.device("cpu"), max_bytes=max_vram_bytes, lanes=ThreadLanes()
         ),

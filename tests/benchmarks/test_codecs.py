@@ -24,7 +24,7 @@ from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import EncodedSegment, update_encoded
-from tests.benchmarks.test_adamw import seconds, torch_threads
+from tests.benchmarks.test_adamw import seconds, torch_threads, zeros
 
 NUMEL = 64 * 1024 * 1024
 ROUNDS = 5
@@ -60,14 +60,12 @@ def copy_bytes_per_s(threads: UpdateThreads) -> float:
 def test_ratio_to_torch(num_threads: int, halves: bool, benchmark: Any) -> None:
     if not benchmark.enabled:
         pytest.skip("give --benchmark-enable")
-    rng = np.random.default_rng(0)
-    grad = rng.standard_normal(NUMEL, dtype=np.float32)
+    grad = zeros()
+    grad[:] = np.random.default_rng(0).standard_normal(NUMEL, dtype=np.float32)
     theirs = torch.nn.Parameter(torch.zeros(NUMEL))
     theirs.grad = torch.from_numpy(grad)
     optimizer = torch.optim.AdamW([theirs], fused=True)
-    param: Any = np.zeros(NUMEL, np.float32)
-    if halves:
-        param = Split(np.zeros(NUMEL, np.uint16), np.zeros(NUMEL, np.uint16))
+    param = Split(zeros(torch.uint16), zeros(torch.uint16)) if halves else zeros()
     some = 1024 * 1024
     exp_avg = grad[:some] * np.float32(0.1)
     states = {}
@@ -78,9 +76,11 @@ def test_ratio_to_torch(num_threads: int, halves: bool, benchmark: Any) -> None:
         size = codec.encoded_bytes(some)
         piece = np.zeros(size, np.uint8)
         codec.encode(exp_avg, np.square(exp_avg), piece, Key(0, 1, 0))
+        pieces = zeros(torch.uint8, NUMEL // some * size).reshape(-1, size)
+        pieces[:] = piece
         states[name] = [
-            EncodedSegment(a, a + some, codec, piece.copy(), AdamWConfig(), 2, 0, a)
-            for a in range(0, NUMEL, some)
+            EncodedSegment(a, a + some, codec, encoded, AdamWConfig(), 2, 0, a)
+            for a, encoded in zip(range(0, NUMEL, some), pieces, strict=True)
         ]
     with UpdateThreads(num_threads) as threads, torch_threads(num_threads):
 

@@ -42,6 +42,7 @@ def train(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.usefixtures("benchmarking")
 def test_growth(tmp_path: Path) -> None:
     if shutil.disk_usage(tmp_path).free < 45e9:

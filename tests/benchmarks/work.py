@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain_nb.codec.names import NAMES
 from megatrain_nb.runtime import rss
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 
 Step = Callable[[list[dict[str, torch.Tensor]]], dict[str, Any]]
 

@@ -10,6 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import megatrain_nb as mt
+from megatrain_nb.runtime import current
 from tests.notebook.fakes import MODULE, fake_module
 
 if TYPE_CHECKING:
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The runtime's session module, replaced."""
+    """What opens a session, replaced."""
     module = fake_module()
     monkeypatch.setitem(sys.modules, MODULE, module)
-    for name in ("init", "current_session", "Session"):
+    monkeypatch.setattr(current, "_current", None)
+    for name in ("init", "Session"):
         monkeypatch.setitem(mt.__dict__, name, module.__dict__[name])
     return module
 

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.runtime.callbacks import Callback, StepResult
 from megatrain_nb.runtime.controls import Controls
+from megatrain_nb.runtime.current import set_current
 from megatrain_nb.runtime.status import TierStatus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MODULE = "megatrain_nb.runtime.session"
+MODULE = "megatrain_nb.runtime.init"
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class FakeSession:
     def close(self) -> None:
         self.closed = True
         sys.modules[MODULE].current = None  # type: ignore[attr-defined]
+        set_current(None)
 
     def checkpoints(self) -> list[FakeCheckpoint]:
         return [FakeCheckpoint("'step-4', step 4 of 9")]
@@ -134,7 +136,7 @@ def step_result(step: int, seconds: float = 0.01) -> StepResult:
 
 
 def fake_module() -> types.ModuleType:
-    """Return a stand-in for ``megatrain_nb.runtime.session``."""
+    """Return a stand-in for ``megatrain_nb.runtime.init``."""
     module: Any = types.ModuleType(MODULE)
     module.current = None
 
@@ -147,11 +149,12 @@ def fake_module() -> types.ModuleType:
             raise ArgumentError(msg)
         if module.current is not None:
             module.current.close()
-        session = module.current = FakeSession(offload_dir=offload_dir, **options)
+        session = FakeSession(offload_dir=offload_dir, **options)
+        module.current = session
+        set_current(session)  # type: ignore[arg-type]
         return session
 
     module.init = init
-    module.current_session = lambda: module.current
     module.Session = FakeSession
     made: types.ModuleType = module
     return made

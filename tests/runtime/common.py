@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import session as session_module
+from megatrain_nb.runtime.current import set_current
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.store.host import HostPool
 
@@ -107,7 +107,7 @@ def opened(
         # Where closing fails, that is one test's finding and not the next one's.
         session._lock.release()
         if mt.current_session() is session:
-            session_module._current = None
+            set_current(None)
 
 
 def set_tile_numel(patch: pytest.MonkeyPatch, tile_numel: int) -> None:

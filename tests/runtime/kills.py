@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import megatrain_nb as mt
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 from tests.runtime.common import snapshot
 from tests.runtime.models import make_model
 from tests.runtime.test_checkpoint import Run, opened, seed_all

@@ -333,7 +333,7 @@ def check_place(place: str, session: Session, model: nn.Module) -> None:
     """The model was where the case wants it."""
     offloaded = offloaded_model(model)
     assert offloaded is not None
-    residency = offloaded.residency
+    residency = offloaded.memory.residency
     if place == "ram":
         assert residency.disk_bytes == 0
         assert session.store.read_bytes == 0

@@ -18,7 +18,7 @@ import json, sys, warnings
 import torch, transformers
 from transformers import LlamaForCausalLM
 from megatrain_nb.runtime import rss
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 from tests.benchmarks.work import config, windows
 
 with torch.device("meta"):

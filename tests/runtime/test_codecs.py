@@ -22,7 +22,7 @@ from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import EncodedSegment
 from megatrain_nb.plan.traffic import step_traffic
-from megatrain_nb.runtime import offload, update
+from megatrain_nb.runtime import adamstate, update
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.source import encoded_of
@@ -119,7 +119,7 @@ class Reference:
         codec = base.get(self.codec_of(name, param))
         numel = param.numel()
         zeros = np.zeros(numel, np.float32)
-        seed = offload.seed_of(0, name)
+        seed = adamstate.seed_of(0, name)
         data = self.data.setdefault(
             name, encoded(codec, zeros, zeros, Key(0, 77, 12345))
         )
@@ -147,7 +147,9 @@ def codes(model: Any) -> dict[str, bytes]:
     for param, home in record.layers.homes.items():
         pack = record.pager.packs[home.pack.index]
         if not pack.encoded:
-            both = [record.moment(param, w) for w in (What.EXP_AVG, What.EXP_AVG_SQ)]
+            both = [
+                record.adam.moment(param, w) for w in (What.EXP_AVG, What.EXP_AVG_SQ)
+            ]
             found[home.spec.name] = b"".join(x.clone().numpy().tobytes() for x in both)
             continue
         record.finish_update(pack.index)
@@ -482,7 +484,7 @@ def test_a_gradient_that_is_not_finite(tmp_path: Path, nonfinite: str) -> None:
 
 
 def codecs_of(model: Any) -> dict[str, str]:
-    codecs: dict[str, str] = model._megatrain.codecs
+    codecs: dict[str, str] = model._megatrain.adam.codecs
     return codecs
 
 
@@ -643,7 +645,7 @@ def test_a_step_moves_what_the_plan_says(
         results = [window_step(model, optimizer, step) for step in range(2, 32)]
         record = model._megatrain
         order = [block.index for block in record.layers.spec.blocks]
-        planned = step_traffic(record.layers.spec, record.residency, order)
+        planned = step_traffic(record.layers.spec, record.memory.residency, order)
         read = sum(result.read_bytes for result in results) / len(results)
         written = sum(result.written_bytes for result in results) / len(results)
         assert read == pytest.approx(planned.read_bytes, rel=0.02)
@@ -713,7 +715,7 @@ def the_dither_has_the_step_before(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_parameters_round_alike(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(offload, "seed_of", lambda seed, name: seed)
+    patch.setattr(adamstate, "seed_of", lambda seed, name: seed)
 
 
 def the_dither_starts_anew_in_each_tile(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import cuda, session
+from megatrain_nb.runtime import cuda, init, session
 from megatrain_nb.runtime.slots import SlotDevice
 from tests.runtime.common import (
     TinyLM,
@@ -212,7 +212,7 @@ def test_training_with_streams_and_events(
         stand_in = take_the_place_of_cuda(patch)
         device = cuda_device(MIB)
         locks = cuda.PinnedPages(CPU)
-        patch.setattr(session, "open_device", lambda *_, **__: device)
+        patch.setattr(init, "open_device", lambda *_, **__: device)
         patch.setattr(session, "pinned_pages", lambda _: locks)
         found, results, status = trained(copy.deepcopy(model), tmp_path / "cuda")
         assert stand_in.rt.locked == set()  # all were unlocked

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import session as session_module
+from megatrain_nb.runtime import init
 from megatrain_nb.runtime.device import HostDevice, open_device
 from megatrain_nb.runtime.executor import Executor
 from megatrain_nb.runtime.lanes import BlockingLanes, ThreadLanes
@@ -63,7 +63,7 @@ def twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SlotDevice]]
             else late_twin(max_bytes)
         )
         made.append(device)
-        monkeypatch.setattr(session_module, "open_device", lambda *_, **__: device)
+        monkeypatch.setattr(init, "open_device", lambda *_, **__: device)
         return device
 
     yield use
@@ -353,11 +353,11 @@ def test_activations_are_kept_in_the_device_s_memory(
             (window_step if window else plain_step)(model, optimizer, step)
             again.append(count[0])
         record = model._megatrain
-        assert record.residency.keep_bytes == 0
+        assert record.memory.residency.keep_bytes == 0
         assert record.executor.keeping.limit_bytes > 0
         found = snapshot(model, optimizer)
         session.max_kept_bytes = 0
-        record._plan_device()
+        record.memory.plan_device()
         assert record.executor.keeping.limit_bytes == 0
     assert {key for key in differing(expected, found) if key != "losses"} == set()
     assert (
@@ -454,7 +454,7 @@ def test_slots_come_back_from_a_model_that_goes(tmp_path: Path, twin: Any) -> No
         loss_of(other, batch(0)).backward()  # weights stay on the device
         assert other._megatrain.executor.device_bytes > 0
         del other, its_optimizer
-        session.check_in()
+        session.models.check_in()
         slots = [slot for free in device._free.values() for slot in free]
         assert sum(slot.flat.nbytes for slot in slots) == device.used_bytes()
         window_step(kept, optimizer, 0)

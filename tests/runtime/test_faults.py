@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import megatrain_nb as mt
 from megatrain_nb.optim import adamw
-from megatrain_nb.runtime.offload import OffloadedModel
+from megatrain_nb.runtime.memory import ModelMemory
 from megatrain_nb.runtime.optimizer import AdamW
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
@@ -140,7 +140,7 @@ def check_after_fault(
     model: Any, optimizer: Any, expected: list[Any], *, more: int = 2
 ) -> bool:
     """The model is that of a whole step and goes on, or says that it is not; returns which."""
-    done = model._megatrain.num_steps
+    done = model._megatrain.steps.done
     try:
         optimizer.zero_grad()
         assert differing(expected[done], snapshot(model, optimizer)) == [], (
@@ -250,7 +250,7 @@ def test_small_tiles_whose_reads_fail(
             ):
                 with torch.no_grad():
                     param.copy_(value)
-            model._megatrain.num_steps = 0
+            model._megatrain.steps.done = 0
 
 
 # -- faults while an update is due ----------------------------------------------------------------------
@@ -370,8 +370,8 @@ def test_a_plan_that_grows_while_a_part_was_read(
 ) -> None:
     """What was read ahead tile by tile must not meet an older copy of the whole piece."""
     small_tiles(monkeypatch)
-    monkeypatch.setattr(OffloadedModel, "learn", lambda _: None)
-    monkeypatch.setattr(OffloadedModel, "relieve", lambda _: None)
+    monkeypatch.setattr(ModelMemory, "learn", lambda _: None)
+    monkeypatch.setattr(ModelMemory, "relieve", lambda _: None)
     plain = seeded(Wide)
     theirs = torch.optim.AdamW(plain.parameters(), fused=True)
     with opened(tmp_path, max_ram_gb="2 MB") as session:
@@ -380,7 +380,7 @@ def test_a_plan_that_grows_while_a_part_was_read(
             wide_window(plain, theirs, step)
             wide_window(model, mine, step)
             session.max_resident_bytes = None if step % 2 else 0
-            model._megatrain._reserved = 0 if step % 2 else 2_000_000 - room
+            model._megatrain.memory.reserved_bytes = 0 if step % 2 else 2_000_000 - room
             session.plan()
         assert differing(snapshot(plain, theirs), snapshot(model, mine)) == []
 
@@ -526,7 +526,7 @@ def test_no_memory(
 
 
 def record_steps(model: Any) -> int:
-    steps: int = model._megatrain.num_steps
+    steps: int = model._megatrain.steps.done
     return steps
 
 

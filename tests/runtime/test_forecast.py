@@ -121,7 +121,7 @@ def test_residency_and_bytes_are_those_of_a_real_run(tmp_path: Path) -> None:
         times = plan.work.times(frozenset())
         done = Simulation(
             spec,
-            offloaded.residency,
+            offloaded.memory.residency,
             range(len(spec.blocks)),
             times,
             plan.machine,

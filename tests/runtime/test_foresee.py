@@ -11,7 +11,8 @@ import megatrain_nb as mt
 from megatrain_nb.plan import catalogue
 from megatrain_nb.runtime.foresee import Foresight
 from megatrain_nb.runtime.layers import cut
-from megatrain_nb.runtime.offload import OffloadedModel, offloaded_model
+from megatrain_nb.runtime.memory import ModelMemory
+from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.shape import draft
 from tests.runtime.models import make_config
 
@@ -48,19 +49,19 @@ def test_what_stays_is_what_the_forecast_says(
     )
     assert 0 < plan.residency.resident_bytes < plan.spec.state_bytes
     told: list[Any] = []
-    foresee = OffloadedModel._foresee
+    foresee = ModelMemory.foresee
 
-    def watched(offloaded: OffloadedModel, *given: Any) -> None:
-        foresee(offloaded, *given)
-        told.append(offloaded.residency)
+    def watched(memory: ModelMemory, *given: Any) -> None:
+        foresee(memory, *given)
+        told.append(memory.residency)
 
-    monkeypatch.setattr(OffloadedModel, "_foresee", watched)
+    monkeypatch.setattr(ModelMemory, "foresee", watched)
     with mt.init(tmp_path / "o", max_ram_gb=RAM_GB):
         made = mt.from_config(config, seed=0, dtype=dtype)
         model, optimizer = mt.wrap(made, lr=1e-3)
         offloaded = offloaded_model(model)
         assert offloaded is not None
-        before = offloaded.residency
+        before = offloaded.memory.residency
         mt.train_step(model, optimizer, batches(2, 16, 2))
     assert before.activation_bytes != plan.residency.activation_bytes
     assert told == [plan.residency] * 2  # one for each micro-batch
@@ -92,6 +93,12 @@ def test_only_a_larger_window_is_news() -> None:
 
 def test_what_was_asked_for_is_left_alone(tmp_path: Path) -> None:
     with mt.init(tmp_path / "o", max_ram_gb=RAM_GB) as session:
-        assert session.plans_by_shape
+        model, optimizer = mt.wrap(mt.from_config(make_config("llama"), seed=0))
+        offloaded = offloaded_model(model)
+        assert offloaded is not None
+        assert offloaded.memory.plans_by_shape
         session.max_resident_bytes = 0
-        assert not session.plans_by_shape
+        assert not offloaded.memory.plans_by_shape
+        session.models.plan()
+        mt.train_step(model, optimizer, batches(1, 16, 1))
+        assert offloaded.memory.residency.resident_bytes == 0

@@ -338,7 +338,7 @@ def test_what_is_held_stays_within_the_limit_and_the_plan_comes_to_rest(
         keeping.take = taking
         for step in range(6):
             window_step(model, optimizer, step)
-            seen.append((offloaded.residency.keep_bytes, keeping._chosen))
+            seen.append((offloaded.memory.residency.keep_bytes, keeping._chosen))
         assert len(set(seen[2:])) == 1, seen
         kept = [index for index in seen[-1][1] if keeping._num_bytes[index]]
         layers = keeping._num_bytes[1]
@@ -350,7 +350,7 @@ def test_where_everything_fits_activations_get_what_is_left(tmp_path: Path) -> N
     with opened(tmp_path, disk=False) as session:
         model, optimizer = wrapped(model, lr=0.0)
         window_step(model, optimizer, 0)
-        residency = model._megatrain.residency
+        residency = model._megatrain.memory.residency
         assert residency.disk_bytes == 0
         assert (
             residency.keep_bytes >= model._megatrain.executor.keeping.wanted_bytes > 0

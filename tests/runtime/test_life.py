@@ -94,7 +94,7 @@ def test_a_model_dropped_while_updates_are_due(tmp_path: Path) -> None:
         gc.collect()  # the one before went when its name was bound again
         window_step(model, optimizer, 2)
         assert differing(expected[3], snapshot(model, optimizer)) == []
-        assert len(session._models) == 1
+        assert len(session.models) == 1
         assert left_over(model) == []
 
 
@@ -118,7 +118,7 @@ def test_two_models_one_after_the_other(tmp_path: Path) -> None:
         )
         window_step(second, of_second, 1)
         assert differing(expected[2], snapshot(second, of_second)) == []
-        assert len(session._models) == 1
+        assert len(session.models) == 1
 
 
 def test_unwrap_pays_first(tmp_path: Path) -> None:

@@ -683,7 +683,7 @@ import json, sys
 import torch, transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 from megatrain_nb.runtime import logits, rss
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 
 def config():
     return LlamaConfig(vocab_size=131072, hidden_size=32, intermediate_size=64, num_hidden_layers=2,

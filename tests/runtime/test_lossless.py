@@ -179,7 +179,7 @@ def test_memory_for_packing_is_in_the_plan(tmp_path: Path) -> None:
     with opened(tmp_path, disk=False, **LOSSLESS) as session:
         model, optimizer = wrapped(seeded(wide))
         plain_step(model, optimizer, 0)
-        residency = model._megatrain.residency
+        residency = model._megatrain.memory.residency
         assert residency.packing_bytes == session.store.staging_bytes > 0
         used = residency.resident_bytes + residency.working_bytes
         used += residency.activation_bytes + residency.packing_bytes
@@ -229,7 +229,7 @@ def test_a_system_call_that_fails_is_one_error(
         # Either it goes on from the last whole step, or it says that it must not be used.
         try:
             optimizer.zero_grad()
-            done = model._megatrain.num_steps
+            done = model._megatrain.steps.done
             for step in range(done, 4):
                 window_step(model, optimizer, step)
             optimizer.finish()

@@ -12,18 +12,18 @@ import torch
 from megatrain_nb.errors import ModelError
 from megatrain_nb.optim.adamw import Segment
 from megatrain_nb.runtime import (
+    adamstate,
     bound,
     call,
     gradients,
-    offload,
     optimizer,
     pager,
     slots,
     update,
     window,
 )
+from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.piece import What
-from megatrain_nb.runtime.session import current_session
 from tests.runtime.models import ARCHITECTURES, covering
 from tests.runtime.plain import (
     FACTORS,
@@ -133,7 +133,7 @@ def weights_are_not_written(patch: pytest.MonkeyPatch) -> None:
     def optimizer_has_stepped() -> bool:
         session = current_session()
         assert session is not None
-        return any(model.num_steps for model in session._models)
+        return any(model.steps.done for model in session.models)
 
     patch.setattr(pager.Pager, "settle", clean)
 
@@ -192,21 +192,21 @@ def clipping_forgets_the_millionth(patch: pytest.MonkeyPatch) -> None:
 
 
 def norm_forgets_a_parameter(patch: pytest.MonkeyPatch) -> None:
-    def short(self: Any) -> torch.Tensor:
-        norms: list[torch.Tensor] = list(self.executor.norms.values())
+    def short(offloaded: Any) -> torch.Tensor:
+        norms: list[torch.Tensor] = list(offloaded.executor.norms.values())
         return torch.stack(norms[1:]).square().sum().sqrt()
 
-    patch.setattr(offload.OffloadedModel, "total_norm", short)
+    patch.setattr(optimizer, "total_norm", short)
 
 
 def bias_correction_stands_still(patch: pytest.MonkeyPatch) -> None:
-    count = offload.OffloadedModel.count_step
+    count = adamstate.AdamState.count_step
 
     def standing(self: Any, param: Any) -> int:
         count(self, param)
         return 1
 
-    patch.setattr(offload.OffloadedModel, "count_step", standing)
+    patch.setattr(adamstate.AdamState, "count_step", standing)
 
 
 def slots_keep_old_weights(patch: pytest.MonkeyPatch) -> None:

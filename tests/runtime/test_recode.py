@@ -11,7 +11,7 @@ import torch
 import megatrain_nb as mt
 from megatrain_nb.codec import base
 from megatrain_nb.codec.base import Key
-from megatrain_nb.runtime import chooser, offload
+from megatrain_nb.runtime import adamstate, chooser
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.disk import DiskStore
 from tests.codec.common import QUANTISED, encoded
@@ -43,7 +43,7 @@ def test_to_a_codec_and_back(tmp_path: Path, name: str, place: str) -> None:
         m, v = (
             exact[f"{UP}:{key}"].view(-1).numpy() for key in ("exp_avg", "exp_avg_sq")
         )
-        key = Key(0, 3, offload.seed_of(0, UP))
+        key = Key(0, 3, adamstate.seed_of(0, UP))
         assert codes(model)[UP] == encoded(base.get(name), m, v, key).tobytes()
         before, rounded = codes(model), moments_of(model, optimizer)
         mt.recompress(optimizer, False)
@@ -158,7 +158,7 @@ def test_moments_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks after two, four and eight updates."""
-    monkeypatch.setattr(offload, "is_looked_at", lambda step: step in (2, 4, 8))
+    monkeypatch.setattr(adamstate, "is_looked_at", lambda step: step in (2, 4, 8))
 
 
 def dynamic_run(
@@ -283,7 +283,7 @@ def test_dynamic_stays_within_the_plan(tmp_path: Path) -> None:
         optimizer.finish()
         spec = model._megatrain.layers.spec
         assert spec.moments_bytes < start_bytes
-        assert model._megatrain.residency.disk_bytes == spec.state_bytes
+        assert model._megatrain.memory.residency.disk_bytes == spec.state_bytes
         labels = {
             model._megatrain.pager.piece(pack.index, What.ENCODED).label
             for pack in spec.packs

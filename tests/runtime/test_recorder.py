@@ -182,7 +182,7 @@ def test_a_whole_run_adds_up(tmp_path: Path, resident: int) -> None:
         follow(session, recorder)
         results = [window_step(model, optimizer, step) for step in range(5)]
         rows = recorder.rows()
-        pager = session._models[0].pager
+        pager = next(iter(session.models)).pager
         there = sum(piece.num_bytes for piece in pager.layout() if piece.in_ram)
         now = recorder.now()
         assert now.in_ram.sum() + now.arriving.sum() >= there

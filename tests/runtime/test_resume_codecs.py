@@ -73,7 +73,7 @@ class Run:
 
     @property
     def codecs(self) -> dict[str, str]:
-        return dict(self.model._megatrain.codecs)
+        return dict(self.model._megatrain.adam.codecs)
 
     def everything(self) -> dict[str, Tensor]:
         """Parameters, moments as they are decoded, lower halves, and encoded bytes themselves."""
@@ -358,7 +358,7 @@ def test_crash_safe_loses_no_step(tmp_path: Path, form: str) -> None:
         whole = trainer_of(tmp_path / "a", save_strategy="no")
         whole.train()
         expected = snapshot(whole.model, whole.streamed_optimizer)
-        codecs = whole.offloaded.codecs
+        codecs = whole.offloaded.adam.codecs
     with session_of(tmp_path / "s2", "mixed", form, crash_safe="step") as session:
         with pytest.raises(Dies):
             trainer_of(tmp_path / "b", 0, DiesAt(5), save_strategy="no").train()
@@ -369,7 +369,7 @@ def test_crash_safe_loses_no_step(tmp_path: Path, form: str) -> None:
         assert (
             differing(snapshot(other.model, other.streamed_optimizer), expected) == []
         )
-        assert other.offloaded.codecs == codecs
+        assert other.offloaded.adam.codecs == codecs
 
 
 class Person(transformers.TrainerCallback):
@@ -425,7 +425,7 @@ def test_larger_moments_that_do_not_fit(tmp_path: Path) -> None:
         before, codecs = run.everything(), run.codecs
         model = run.model._megatrain
         spec = model.layers.with_codecs(dict.fromkeys(codecs, "raw")).spec
-        there = model.residency.disk_bytes + session.store.pinned_bytes()
+        there = model.memory.residency.disk_bytes + session.store.pinned_bytes()
         more = spec.moments_bytes - model.layers.spec.moments_bytes
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session.store, "_max_bytes", there + more)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import session as session_module
+from megatrain_nb.runtime.current import current_session, set_current
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.tilefile import TileFile
 from tests.runtime.common import (
@@ -288,7 +288,7 @@ def test_a_model_that_nobody_holds_is_given_back(tmp_path: Path) -> None:
             model, optimizer = wrapped(seeded(TinyLM))
             window_step(model, optimizer, 0)
             del model, optimizer
-            session.check_in()  # as the next model that moves in does
+            session.models.check_in()  # as the next model that moves in does
             assert session.pool.in_use_bytes == session.store.used_bytes == 0
 
 
@@ -670,11 +670,11 @@ def test_an_error_while_closing_does_not_stop_it(
         session.threads.close()
         session.pool.close()
         session._lock.release()
-        session_module._current = None
+        set_current(None)
 
 
 def test_no_session(tmp_path: Path) -> None:
-    assert session_module.current_session() is None
+    assert current_session() is None
     for use in (lambda: mt.wrap(TinyLM()), lambda: mt.from_config(None)):
         with pytest.raises(mt.SessionError, match=r"mt\.init"):
             use()

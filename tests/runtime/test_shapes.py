@@ -124,7 +124,7 @@ import json, sys, warnings
 import torch
 torch.set_num_threads(1)
 from megatrain_nb.runtime import heap, rss
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 from tests.runtime.test_shapes import *
 import megatrain_nb as mt
 load_code()

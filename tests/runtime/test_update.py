@@ -184,7 +184,7 @@ def test_a_step_moves_what_the_plan_says(
         results = [window_step(model, optimizer, step) for step in range(2, 42)]
         record = model._megatrain
         order = [block.index for block in record.layers.spec.blocks]
-        planned = step_traffic(record.layers.spec, record.residency, order)
+        planned = step_traffic(record.layers.spec, record.memory.residency, order)
         # What is read early for the next step may count in either.
         read = sum(result.read_bytes for result in results) / len(results)
         written = sum(result.written_bytes for result in results) / len(results)

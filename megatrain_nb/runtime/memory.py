@@ -1,0 +1,264 @@
+"""One model's memory: what of it stays in RAM and on the device, and what is set aside for its own tensors.
+
+The plan is made when the model comes, and again where a step shows that its own tensors take something else.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from megatrain_nb.errors import BudgetError
+from megatrain_nb.plan.keep import prefers_kept
+from megatrain_nb.plan.layout import Layout, make_layout
+from megatrain_nb.plan.memory import (
+    Residency,
+    disk_need_bytes,
+    plan_residency,
+    working_bytes,
+)
+from megatrain_nb.plan.own import SPREAD_BYTES
+from megatrain_nb.plan.reserve import first_guess, still_fits, with_margin
+from megatrain_nb.plan.traffic import step_traffic
+from megatrain_nb.runtime import heap
+from megatrain_nb.runtime.foresee import Foresight
+from megatrain_nb.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.runtime.offload import OffloadedModel
+
+logger = logging.getLogger("megatrain_nb")
+
+
+class ModelMemory:
+    """What is planned for one model, and what was learned for the next plan.
+
+    Attributes
+    ----------
+    residency
+        The plan in force.
+    reserved_bytes
+        RAM that is set aside for the model's own tensors, in bytes.
+    """
+
+    def __init__(self, offloaded: OffloadedModel) -> None:
+        self.residency = Residency()
+        self.reserved_bytes = first_guess(offloaded.session.max_ram_bytes)
+        self._offloaded = offloaded
+        self._session = offloaded.session
+        self._keep_wanted = self._keep_beside = self._spread_bytes = 0
+        self._foresight = Foresight()
+        self._keep_first = False
+        self._room = 0
+        self._least_seconds: Mapping[str, float] = {}
+
+    # -- planning -------------------------------------------------------------------------------------
+
+    def plan(self, limit_bytes: int) -> None:
+        """Decide what stays in RAM, and make it so.
+
+        Parameters
+        ----------
+        limit_bytes
+            This model's share of the session's RAM.
+
+        Raises
+        ------
+        BudgetError
+            The share does not even hold what streams, or the disk not what does not stay.
+        """
+        offloaded = self._offloaded
+        spec = offloaded.layers.spec
+        room = self._beside_streaming(spec, limit_bytes)
+        self._room = max(room, 0)
+        if self.reserved_bytes > max(room, 0) and offloaded.steps.done:
+            logger.warning(
+                "%s: its own tensors took %s and %s are left beside what streams, so the process exceeds max_ram_gb; "
+                "shorten the sequence or the micro-batch, or raise max_ram_gb",
+                offloaded.name,
+                format_bytes(self.reserved_bytes),
+                format_bytes(max(room, 0)),
+            )
+        residency = self._plan_residency(spec, limit_bytes)
+        before = self.residency
+        if not (residency.states <= before.states and residency.grads <= before.grads):
+            # Tiles read ahead of a piece that is to stay would be newer than the whole that is read for it.
+            offloaded.updates.rest()
+        offloaded.pager.apply(residency)
+        offloaded.pager.barrier()
+        self.residency = residency
+        if not offloaded.share.holds_activations:
+            keepable = residency.keep_bytes - self._keep_beside
+            offloaded.executor.keeping.limit_bytes = max(keepable, 0)
+        self.plan_device()
+
+    def plan_device(self) -> None:
+        """Decide what stays on a device with memory of its own, and make it so."""
+        offloaded = self._offloaded
+        others = (x.executor for x in self._session.models if x is not offloaded)
+        offloaded.share.plan(self._keep_allowed(), others)
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raise BudgetError if the model would not fit with these packs."""
+        self._plan_residency(spec, self._session.models.share_bytes())
+
+    def layout(self) -> Layout:
+        """Return the model's blocks, and what of them stays in RAM."""
+        offloaded = self._offloaded
+        spec, pager = offloaded.layers.spec, offloaded.pager
+        order = offloaded.executor.expected_order()
+        traffic = step_traffic(spec, self.residency, order)
+        return make_layout(
+            spec,
+            pager.layout(),
+            model=pager.prefix.rstrip("/"),
+            name=offloaded.name,
+            in_place=self._session.device.in_place,
+            planned_bytes=(traffic.read_bytes, traffic.written_bytes),
+        )
+
+    def room_bytes(self) -> int:
+        """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""
+        return self._offloaded.share.room_bytes(self._room)
+
+    def _plan_residency(self, spec: ModelSpec, limit_bytes: int) -> Residency:
+        room = self._beside_streaming(spec, limit_bytes)
+        residency = plan_residency(
+            spec,
+            limit_bytes=limit_bytes,
+            activation_bytes=max(0, min(self.reserved_bytes, room)),
+            keep_bytes=self._keepable_bytes() + self._keep_beside,
+            keep_share=self._keep_share(),
+            resident_bytes=self._session.max_resident_bytes,
+            packing_bytes=self._session.models.packing_share_bytes(),
+            tile_numel=self._offloaded.pager.tile_numel,
+        )
+        self._check_disk(spec, residency)
+        return residency
+
+    def _beside_streaming(self, spec: ModelSpec, limit_bytes: int) -> int:
+        """Return what a share of the RAM leaves when nothing is resident; less than 0 where it is too small."""
+        working = working_bytes(spec, tile_numel=self._offloaded.pager.tile_numel)
+        return limit_bytes - working - self._session.models.packing_share_bytes()
+
+    def _keep_share(self) -> float:
+        given = self._session.keep_share
+        return float(self._keep_first) if given is None else given
+
+    def _keepable_bytes(self) -> int:
+        """Return what activations would take if all of a window's were kept, within what the session allows."""
+        return 0 if self._offloaded.share.holds_activations else self._keep_allowed()
+
+    def _keep_allowed(self) -> int:
+        allowed = self._session.max_kept_bytes
+        return self._keep_wanted if allowed is None else min(self._keep_wanted, allowed)
+
+    def _check_disk(self, spec: ModelSpec, residency: Residency) -> None:
+        """Copy on write needs room for the tiles that are written while their old versions are there."""
+        needed = disk_need_bytes(spec, residency)
+        allowed = self._session.models.disk_room_bytes(self._offloaded)
+        if needed > allowed:
+            pinned = self._session.store.pinned_bytes()
+            beside = (
+                f" beside the checkpoints' {format_bytes(pinned)}" if pinned else ""
+            )
+            msg = (
+                f"max_disk_gb or the free space allow {format_bytes(max(allowed, 0))} on disk{beside}, and this model "
+                f"needs {format_bytes(1.005 * needed)} there; raise max_disk_gb, free some space, or raise max_ram_gb"
+            )
+            raise BudgetError(msg)
+
+    # -- learning -------------------------------------------------------------------------------------
+
+    @property
+    def plans_by_shape(self) -> bool:
+        """Whether the model's shape may tell what to set aside: blocks compute in RAM, and nothing was asked for."""
+        session = self._session
+        asked = (session.max_resident_bytes, session.max_kept_bytes, session.keep_share)
+        return session.device.in_place and asked == (None, None, None)
+
+    def foresee(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulation: int
+    ) -> None:
+        """Plan for a window that is larger than any before, before it runs.
+
+        Parameters
+        ----------
+        args, kwargs
+            What the model is called with for one micro-batch.
+        accumulation
+            Micro-batches of the window.
+        """
+        if not self.plans_by_shape:
+            return
+        found = self._foresight.look(
+            self._offloaded.model,
+            self._offloaded.layers,
+            (args, kwargs),
+            accumulation=accumulation,
+            room_bytes=self._room,
+        )
+        if found is None or found.reserved > self._room:
+            return  # without room everything streams, whatever is set aside
+        if found.reserved > self.reserved_bytes or self._spread_bytes == 0:
+            self.reserved_bytes, kept, beside = found
+            self._keep_wanted = max(self._keep_wanted, kept)
+            self._keep_beside = max(self._keep_beside, beside)
+            share = self._session.models.share_bytes()
+            self._spread_bytes = min(3 * SPREAD_BYTES, share // 5)
+            self._session.models.plan()
+
+    def relieve(self) -> None:
+        """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
+        set_aside = self.reserved_bytes + self.residency.keep_bytes
+        if self._session.other_bytes() > set_aside:
+            heap.trim()
+            self.learn()
+
+    def learn(self) -> None:
+        """Compare what is set aside with what the kernel counted, and plan again where it matters."""
+        keeping = self._offloaded.executor.keeping
+        first = prefers_kept(self._least_seconds, now=self._keep_first)
+        measured = with_margin(self._session.other_peak_bytes())
+        in_ram = not self._offloaded.share.holds_activations
+        kept = keeping.restart_peak() if in_ram else 0
+        changed = first != self._keep_first
+        if kept:
+            # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
+            # grows, and only keeping gives way to it: so the plan comes to rest.
+            beside = measured - kept - self.reserved_bytes
+            changed |= beside > self._keep_beside
+            self._keep_beside = max(self._keep_beside, beside)
+            measured = self.reserved_bytes
+        if keeping.wanted_bytes > self._keep_wanted:
+            self._keep_wanted = with_margin(keeping.wanted_bytes)
+            changed |= in_ram
+        fits = still_fits(
+            self.reserved_bytes, measured, spread_bytes=self._spread_bytes
+        )
+        if changed or not fits:
+            self.reserved_bytes = self.reserved_bytes if fits else max(measured, 0)
+            self._keep_first = first
+            self._session.models.plan()
+            logger.info(
+                "set aside %s for activations; %s resident",
+                format_bytes(self.reserved_bytes + self.residency.keep_bytes),
+                format_bytes(self.residency.resident_bytes),
+            )
+
+    def end_step(self, least_seconds: Mapping[str, float]) -> None:
+        """Learn what a step took, and plan again where it matters.
+
+        Parameters
+        ----------
+        least_seconds
+            By resource the least time that the step takes there, see `megatrain_nb.runtime.costs`.
+        """
+        self._least_seconds = least_seconds
+        if not self._session.device.in_place:
+            self._offloaded.share.learn(least_seconds)
+        self.learn()
+        self.plan_device()
