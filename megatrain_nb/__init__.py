@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatrain_nb.notebook.replay import replay
     from megatrain_nb.notebook.trainer import Trainer
     from megatrain_nb.plan.machine import Machine
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.current import current_session
     from megatrain_nb.runtime.distributed import export_distributed
@@ -61,7 +61,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 _LAZY = {
     "Callback": "runtime.callbacks",
     "Machine": "plan.machine",
-    "Plan": "plan.planner",
+    "Plan": "plan.plan",
     "Session": "runtime.session",
     "StepResult": "runtime.callbacks",
     "Trainer": "notebook.trainer",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.base import get
 from megatrain_nb.codec.dynamic import Role, role_of
-from megatrain_nb.codec.names import DYNAMIC, LOSSLESS, NAMES, RAW
+from megatrain_nb.codec.names import DYNAMIC, LOSSLESS, MOMENTS, NAMES, RAW, WEIGHTS
 from megatrain_nb.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -74,6 +74,11 @@ class Compression:
                 body = Role.BODY.codecs if asked == DYNAMIC else (asked,)
                 found.update(dict.fromkeys((*body, *Role.TABLE.codecs)))
         return tuple(found)
+
+    @property
+    def by_pattern(self) -> bool:
+        """Whether it is not one for all."""
+        return any(pattern != _EVERYTHING for pattern, _ in self.rules)
 
     def __bool__(self) -> bool:
         return any(codec != RAW for _, codec in self.rules)
@@ -139,6 +144,44 @@ def parse_compression(
         )
     asked = parse_name(value, name=name)
     return Compression() if asked == RAW else Compression(((_EVERYTHING, asked),))
+
+
+def parse_storage(
+    moments: object, weights: object
+) -> tuple[Compression, frozenset[str]]:
+    """Return what ``optimizer_compression`` and ``weight_compression`` say together.
+
+    Parameters
+    ----------
+    moments
+        As for `parse_compression`, or ``"lossless"``.
+    weights
+        False or ``"lossless"``.
+
+    Returns
+    -------
+    tuple
+        The codecs of moments, and what is packed on disk: ``weights``, ``moments``.
+
+    Raises
+    ------
+    ArgumentError
+        Anything else.
+
+    Examples
+    --------
+    >>> parse_storage("lossless", False)
+    (Compression(rules=()), frozenset({'moments'}))
+    """
+    if weights is not False and weights != LOSSLESS:
+        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
+        raise ArgumentError(msg)
+    lossless = moments == LOSSLESS
+    packed = {MOMENTS: lossless, WEIGHTS: weights == LOSSLESS}
+    return (
+        parse_compression(False if lossless else moments),
+        frozenset(kind for kind, is_packed in packed.items() if is_packed),
+    )
 
 
 def parse_name(value: object, *, name: str = "optimizer_compression") -> str:

@@ -11,5 +11,8 @@ DYNAMIC = "dynamic"
 NAMES = ("8bit", "4bit", "3bit", "2bit", DYNAMIC)
 """What a user may ask for by name."""
 
+WEIGHTS, MOMENTS = "weights", "moments"
+"""What may be packed on disk, bit for bit."""
+
 LOSSLESS = "lossless"
 """What a user may ask for by name for the whole model: packed on disk, bit for bit."""

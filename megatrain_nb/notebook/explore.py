@@ -6,13 +6,15 @@ only the controls are widgets.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megatrain_nb.codec.choice import Compression, parse_compression
-from megatrain_nb.codec.names import NAMES
+from megatrain_nb.codec.choice import parse_storage
+from megatrain_nb.codec.names import LOSSLESS, NAMES, WEIGHTS
+from megatrain_nb.notebook.copylines import CopyLines
 from megatrain_nb.notebook.forecast import plan_html
 from megatrain_nb.notebook.lines import magic_line, python_lines
 from megatrain_nb.plan import catalogue
@@ -27,10 +29,11 @@ from megatrain_nb.runtime.forecast import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
+    from megatrain_nb.codec.choice import Compression
     from megatrain_nb.plan.machine import Machine
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
     from megatrain_nb.plan.shape import Shape
 
 _THIS = "this machine"
@@ -46,6 +49,10 @@ _FIGURES = {
     "write": "write_bytes_per_s",
     "link": "onload_bytes_per_s",
 }
+_TOKENS = ("batch", "seq_len", "accumulation")
+_LEFT = 8  # controls in the left column: what is trained, and how
+_FP32, _PLAIN = "fp32", "as they are"
+_REST_S = 0.2
 _DISK_DIR = "/nvme/scratch"
 
 
@@ -59,8 +66,8 @@ def explore(what: Any = None, machine: Any = None, **choices: Any) -> Explorer:
     machine
         As for `estimate`; left out: this one if it was probed, else one from the catalogue.
     **choices
-        ``seq_len``, ``batch``, ``accumulation``, ``dtype``, ``max_ram_gb``, ``max_vram_gb``, ``max_disk_gb``:
-        where the controls begin.
+        ``seq_len``, ``batch``, ``accumulation``, ``dtype``, ``optimizer_compression``, ``weight_compression``,
+        ``max_ram_gb``, ``max_vram_gb``, ``max_disk_gb``: where the controls begin.
 
     Returns
     -------
@@ -88,10 +95,13 @@ class Explorer:
         self.plan: Plan = estimate(self._shape(model), self._machine(named), **choices)
         self.redraw_seconds = 0.0
         self._given = self.plan.choices
+        self._moments = self._given.moments or _FP32
+        self._weights = LOSSLESS if WEIGHTS in self._given.packed else _PLAIN
         self._model, self._named = model, named
         self._handle: Any = None
         self._controls: dict[str, Any] = {}
         self._filling = False
+        self._later: asyncio.TimerHandle | None = None
         self._moved: dict[str, Any] = {}
 
     # -- what is chosen -----------------------------------------------------------------------------------
@@ -107,7 +117,7 @@ class Explorer:
 
     def _take_machine(self, machine: Any) -> str:
         if machine is None:
-            found = read_cache(None)
+            found = read_cache(session_directory()) or read_cache(None)
             if found is None:
                 return "rtx-4090"
             self._machines[_THIS] = found
@@ -136,8 +146,11 @@ class Explorer:
     def __repr__(self) -> str:
         return as_text(self.plan)
 
-    def _bundle(self) -> dict[str, str]:
-        return {"text/html": plan_html(self.plan), "text/plain": as_text(self.plan)}
+    def _bundle(self, *, advice: bool = True) -> dict[str, str]:
+        return {
+            "text/html": plan_html(self.plan, advice=advice),
+            "text/plain": as_text(self.plan, advice=advice),
+        }
 
     def _make_controls(self) -> Any:
         import ipywidgets as widgets  # noqa: PLC0415 - slow to import
@@ -183,9 +196,10 @@ class Explorer:
             ),
             "moments": choose(
                 "Adam's moments",
-                list(dict.fromkeys(["fp32", *NAMES, self._moments()])),
-                self._moments(),
+                list(dict.fromkeys([_FP32, LOSSLESS, *NAMES, self._moments])),
+                self._moments,
             ),
+            "weights": choose("weights on disk", [_PLAIN, LOSSLESS], self._weights),
             "seq_len": choose(
                 "tokens in a row",
                 _with(_LENGTHS, window.seq_len),
@@ -213,8 +227,8 @@ class Explorer:
             control.observe(self._listener(name), names="value")
         self._show_device(machine)
         self._copy = CopyLines(self._lines())
-        left = widgets.VBox([controls[n] for n in list(controls)[:7]])
-        right = widgets.VBox([controls[n] for n in list(controls)[7:]])
+        left = widgets.VBox([controls[n] for n in list(controls)[:_LEFT]])
+        right = widgets.VBox([controls[n] for n in list(controls)[_LEFT:]])
         grid = widgets.HBox([left, right], layout=widgets.Layout(flex_flow="row wrap"))
         return widgets.VBox([grid, self._copy.widget])
 
@@ -245,65 +259,50 @@ class Explorer:
         self.redraw_seconds = time.perf_counter() - start
 
     def _draw(self) -> None:
-        if self._handle is not None:
-            self._handle.update(self._bundle(), raw=True)
+        """Show the plan at once; what to change costs more plans, and comes when no slider moves."""
+        if self._later is not None:
+            self._later.cancel()
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # nobody would come back to it
+            self._show()
+        else:
+            self._show(advice=False)
+            self._later = loop.call_later(_REST_S, self._show)
         self._copy.show(self._lines())
+
+    def _show(self, *, advice: bool = True) -> None:
+        if self._handle is not None:
+            self._handle.update(self._bundle(advice=advice), raw=True)
 
     def _planned(self) -> Plan:
         """Return the plan with what was moved; a slider that was not stands near its value, not at it."""
         moved, base = self._moved, self._machine(self._named)
-        read = moved["read"] * 1e9 if "read" in moved else base.read_bytes_per_s
-        write = moved["write"] * 1e9 if "write" in moved else base.write_bytes_per_s
-        # Both at once change as much as each alone does.
-        before = 1 / base.read_bytes_per_s + 1 / base.write_bytes_per_s
-        figures: dict[str, Any] = {
-            "read_bytes_per_s": read,
-            "write_bytes_per_s": write,
-            "mixed_bytes_per_s": base.mixed_bytes_per_s
-            * before
-            / (1 / read + 1 / write),
-        }
-        budgets = {
-            name: round(moved[name] * 1e9) if name in moved else None
-            for name in ("ram", "vram", "disk")
-        }
-        if "link" in moved:
-            figures |= dict.fromkeys(
-                ("onload_bytes_per_s", "offload_bytes_per_s"), moved["link"] * 1e9
-            )
-        for name, size in budgets.items():
-            if size is not None and (name != "vram" or not base.in_place):
-                had = getattr(base, f"{name}_bytes")
-                figures[f"{name}_bytes"] = max(had, size)
-        choices, window = self.plan.choices, self.plan.choices.window
-        choices = replace(
-            choices,
-            window=replace(
-                window,
-                **{
-                    name: moved[name]
-                    for name in ("batch", "seq_len", "accumulation")
-                    if name in moved
-                },
-            ),
-            bf16=moved.get("dtype", "bfloat16" if choices.bf16 else "float32")
-            == "bfloat16",
-            compression=self._compression(),
-            max_ram_bytes=budgets["ram"] or self._given.max_ram_bytes,
-            max_vram_bytes=budgets["vram"] or self._given.max_vram_bytes,
-            max_disk_bytes=budgets["disk"] or self._given.max_disk_bytes,
+        window = replace(
+            self._given.window,
+            **{name: moved[name] for name in _TOKENS if name in moved},
         )
+        choices = replace(self._given, window=window)
+        if "dtype" in moved:
+            choices = replace(choices, bf16=moved["dtype"] == "bfloat16")
+        compression, packed = self._storage()
+        choices = replace(choices, compression=compression, packed=packed)
+        budgets = {
+            f"max_{name}_bytes": round(moved[name] * 1e9)
+            for name in ("ram", "vram", "disk")
+            if name in moved
+        }
         shape = self._shape(moved.get("model", self._model))
-        return make_plan(shape, base.changed(**figures), choices)
+        return make_plan(shape, machine_with(base, moved), replace(choices, **budgets))
 
-    def _moments(self) -> str:
-        return str(self.plan.choices.compression) or "fp32"
-
-    def _compression(self) -> Compression:
-        chosen = self._moved.get("moments")
-        if chosen is None:
-            return self._given.compression
-        return parse_compression(False if chosen == "fp32" else chosen)
+    def _storage(self) -> tuple[Compression, frozenset[str]]:
+        """Return in which codecs moments are, and what is packed on disk."""
+        moments = self._moved.get("moments", self._moments)
+        asked: object = False if moments == _FP32 else moments
+        if moments == self._moments and self._given.compression:
+            asked = self._given.compression  # by pattern, maybe
+        weights = self._moved.get("weights", self._weights)
+        return parse_storage(asked, weights == LOSSLESS and LOSSLESS)
 
     def _fill(self, machine: Machine) -> None:
         """Let the sliders show another machine's figures."""
@@ -324,64 +323,29 @@ class Explorer:
         return f"{magic_line(self.plan, directory)}\n\n{python_lines(self.plan, directory)}"
 
 
-class CopyLines:
-    """The lines to paste, and a button that copies them."""
-
-    def __init__(self, text: str) -> None:
-        import anywidget  # noqa: PLC0415 - slow to import
-        import traitlets  # noqa: PLC0415
-
-        class Lines(anywidget.AnyWidget):
-            _esm = _COPY
-            _css = _COPY_STYLE
-            text = traitlets.Unicode().tag(sync=True)
-
-        self.widget = Lines(text=text)
-
-    def show(self, text: str) -> None:
-        """Show other lines."""
-        self.widget.text = text
-
-
-# The clipboard's own interface is there only on a secure page; the older way works on every one.
-_COPY = """
-function render({ model, el }) {
-  const box = document.createElement("details");
-  const head = document.createElement("summary");
-  head.textContent = "The lines that do this";
-  const button = document.createElement("button");
-  button.textContent = "Copy";
-  button.type = "button";
-  const lines = document.createElement("textarea");
-  lines.readOnly = true;
-  lines.setAttribute("aria-label", "The lines that do this");
-  const show = () => {
-    lines.value = model.get("text");
-    lines.rows = Math.min(24, lines.value.split("\\n").length + 1);
-  };
-  button.addEventListener("click", async () => {
-    lines.select();
-    try { await navigator.clipboard.writeText(lines.value); }
-    catch { document.execCommand("copy"); }
-    button.textContent = "Copied";
-    setTimeout(() => { button.textContent = "Copy"; }, 1500);
-  });
-  model.on("change:text", show);
-  show();
-  box.append(head, button, lines);
-  el.append(box);
-  el.classList.add("megatrain-lines");
-}
-export default { render };
-"""
-_COPY_STYLE = """
-.megatrain-lines { font: 13px/1.45 var(--jp-ui-font-family, system-ui, sans-serif); color: inherit; }
-.megatrain-lines textarea { display: block; width: 100%; max-width: 940px; margin-top: 6px; box-sizing: border-box;
-  font: 12px/1.4 var(--jp-code-font-family, monospace); color: inherit; background: rgba(128,128,128,.08);
-  border: 1px solid rgba(128,128,128,.35); border-radius: 4px; padding: 6px; }
-.megatrain-lines button { margin-top: 6px; padding: 2px 12px; color: inherit; background: rgba(128,128,128,.15);
-  border: 1px solid rgba(128,128,128,.35); border-radius: 4px; cursor: pointer; }
-"""
+def machine_with(base: Machine, moved: Mapping[str, Any]) -> Machine:
+    """Return a machine with the figures that sliders were moved to, in GB and GB/s; a budget may exceed what it has."""
+    figures: dict[str, Any] = {}
+    if "read" in moved or "write" in moved:
+        read = moved["read"] * 1e9 if "read" in moved else base.read_bytes_per_s
+        write = moved["write"] * 1e9 if "write" in moved else base.write_bytes_per_s
+        # Both at once change as much as each alone does.
+        before = 1 / base.read_bytes_per_s + 1 / base.write_bytes_per_s
+        mixed = base.mixed_bytes_per_s * before / (1 / read + 1 / write)
+        figures |= {
+            "read_bytes_per_s": read,
+            "write_bytes_per_s": write,
+            "mixed_bytes_per_s": mixed,
+        }
+    if "link" in moved:
+        figures |= dict.fromkeys(
+            ("onload_bytes_per_s", "offload_bytes_per_s"), moved["link"] * 1e9
+        )
+    for name in ("ram", "disk") if base.in_place else ("ram", "vram", "disk"):
+        size = round(moved.get(name, 0) * 1e9)
+        if size > getattr(base, f"{name}_bytes"):
+            figures[f"{name}_bytes"] = size
+    return base.changed(**figures)
 
 
 def _with(options: list[int], value: int) -> list[int]:

@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.planner import spec_of
+from megatrain_nb.plan.choices import spec_of
 from megatrain_nb.plan.report import (
     BOUNDS,
     FONT,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
     from megatrain_nb.plan.machine import Machine
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
     from megatrain_nb.plan.timeline import Span
 
 _COLUMNS = 200
@@ -45,8 +45,8 @@ _STAYS_TEXT = {
 }
 
 
-def plan_html(plan: Plan) -> str:
-    """Return everything about a plan: verdict, tiers, layers, a step's timeline, and the table."""
+def plan_html(plan: Plan, *, advice: bool = True) -> str:
+    """Return everything about a plan: verdict, tiers, layers, a step's timeline, and the table; ``advice`` costs time."""
     colour = "#1fa37a" if plan.fits else "#d55e00"
     bound = BOUNDS[plan.bound_by]
     return (
@@ -60,7 +60,7 @@ def plan_html(plan: Plan) -> str:
         f'<div style="{_HEAD}">Layers, first to last: what stays in RAM</div>{strip_html(plan)}'
         f'<div style="{_HEAD}">One step, {format_seconds(plan.step_seconds)}</div>{timeline_html(plan)}'
         f'<div style="{_HEAD}">The same training, all in one memory</div>{conventional_html(plan)}'
-        f"{_table(plan)}</div>"
+        f"{_table(plan, advice=advice)}</div>"
     )
 
 
@@ -240,8 +240,9 @@ def plan_figure(plan: Plan) -> Figure:
     return figure
 
 
-def _table(plan: Plan) -> str:
-    return f'<table style="margin-top:12px;border-collapse:collapse">{rows_html(plan)}</table>'
+def _table(plan: Plan, *, advice: bool) -> str:
+    lines = rows_html(plan, advice=advice)
+    return f'<table style="margin-top:12px;border-collapse:collapse">{lines}</table>'
 
 
 def _shares(plan: Plan, lane: str) -> list[float]:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from megatrain_nb.codec.names import LOSSLESS, RAW, WEIGHTS
+
 if TYPE_CHECKING:
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
 
 
 def magic_line(plan: Plan, offload_dir: str = "/nvme/scratch") -> str:
     """Return the ``%megatrain init`` line of a plan."""
     words = [f"%megatrain init --offload-dir {offload_dir}"]
     words += [f"--max-{tier} {size}" for tier, size in _budgets(plan).items()]
-    if plan.choices.compression:
-        words.append(f"--compress {plan.choices.compression}")
-    return " ".join(words)
+    choices = plan.choices
+    if choices.moments and not choices.compression.by_pattern:
+        words.append(f"--compress {choices.moments}")
+    if WEIGHTS in choices.packed:
+        words.append(f"--compress-weights {LOSSLESS}")
+    line = " ".join(words)
+    if choices.compression.by_pattern:
+        line += "\n# the codecs of moments go by name of the parameter here: that only the Python lines can say"
+    return line
 
 
 def python_lines(plan: Plan, offload_dir: str = "/nvme/scratch") -> str:
@@ -24,8 +32,15 @@ def python_lines(plan: Plan, offload_dir: str = "/nvme/scratch") -> str:
     budgets = "".join(
         f', max_{tier}_gb="{size}"' for tier, size in _budgets(plan).items()
     )
-    if choices.compression:
-        budgets += f', optimizer_compression="{choices.compression}"'
+    if choices.compression.by_pattern:
+        rules = {
+            name: codec != RAW and codec for name, codec in choices.compression.rules
+        }
+        budgets += f", optimizer_compression={rules!r}"
+    elif choices.moments:
+        budgets += f', optimizer_compression="{choices.moments}"'
+    if WEIGHTS in choices.packed:
+        budgets += f', weight_compression="{LOSSLESS}"'
     dtype = ", dtype=torch.bfloat16" if choices.bf16 else ""
     config = plan.shape.config
     make = (

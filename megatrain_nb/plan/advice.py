@@ -8,14 +8,17 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.choice import parse_compression
+from megatrain_nb.codec.names import MOMENTS, WEIGHTS
 from megatrain_nb.plan import catalogue
-from megatrain_nb.plan.planner import Choices, Plan, make_plan
+from megatrain_nb.plan.planner import make_plan
 from megatrain_nb.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from megatrain_nb.plan.choices import Choices
     from megatrain_nb.plan.machine import Machine
+    from megatrain_nb.plan.plan import Plan
 
 _LONGEST = 1 << 22
 _FASTER = 1.1  # what is told must help by so much
@@ -24,8 +27,8 @@ _FASTER = 1.1  # what is told must help by so much
 def advise(plan: Plan) -> tuple[str, ...]:
     """Return at most two changes, the cheapest first.
 
-    What costs nothing comes first (rows that pass one after the other instead of together), then what changes
-    numbers (bf16, shorter sequences), then what has to be bought.
+    What costs nothing comes first (rows that pass one after the other instead of together, a limit that is lower than
+    what the machine has), then what changes numbers (bf16, shorter sequences), then what has to be bought.
     """
     if not plan.fits:
         # Each costs plans: none is made after the second that helps.
@@ -34,6 +37,11 @@ def advise(plan: Plan) -> tuple[str, ...]:
     if not plan.offloads:
         return (
             "everything fits into memory: plain PyTorch trains it as fast, and nothing is read or written",
+        )
+    if plan.fits_plainly:
+        return (
+            f"everything fits on the device ({format_bytes(sum(item.num_bytes for item in plan.conventional))}): plain "
+            "PyTorch trains it there, and faster, since nothing is moved",
         )
     faster = sorted(
         (
@@ -65,28 +73,35 @@ def _smaller(plan: Plan) -> Iterator[tuple[str, Plan]]:
                 other,
             )
             break
+    for tier in ("ram", "disk"):
+        name, have = f"max_{tier}_bytes", getattr(plan.machine, f"{tier}_bytes")
+        if getattr(choices, name) and (need := _least_budget(plan, tier)):
+            text = f"max_{tier}_gb={need / 1e9:.3g} (this machine has {format_bytes(have)})"
+            yield text, plan.changed(**{name: need})
+    if choices.max_vram_bytes and choices.max_vram_bytes < plan.machine.vram_bytes:
+        yield (
+            f"max_vram_gb={plan.machine.vram_bytes / 1e9:.3g}, all that the device has",
+            plan.changed(max_vram_bytes=None),
+        )
     if not choices.bf16:
         yield (
             'dtype="bfloat16": bf16 compute with an fp32 master',
             plan.changed(bf16=True),
         )
     if not choices.compression:
-        small = plan.changed(compression=parse_compression("4bit"))
-        yield 'optimizer_compression="4bit": moments in 4 bits, not lossless', small
-    for tier in ("ram", "disk"):
-        name, have = f"max_{tier}_bytes", getattr(plan.machine, f"{tier}_bytes")
-        if getattr(choices, name) and (need := _least_budget(plan, tier)):
-            text = f"max_{tier}_gb={need / 1e9:.3g} (this machine has {format_bytes(have)})"
-            yield text, plan.changed(**{name: need})
+        yield (
+            'optimizer_compression="4bit": moments in 4 bits, not lossless',
+            _in_4_bits(plan),
+        )
     length = longest_sequence(plan)
     if length:
         shorter = plan.changed(window=replace(window, seq_len=length))
         yield f"seq_len={length} instead of {window.seq_len}", shorter
-    if choices.max_vram_bytes and choices.max_vram_bytes < plan.machine.vram_bytes:
-        yield (
-            f"max_vram_gb={plan.machine.vram_bytes / 1e9:.3g}, all that the device has",
-            plan.changed(max_vram_bytes=None),
-        )
+
+
+def _in_4_bits(plan: Plan) -> Plan:
+    packed = plan.choices.packed - {MOMENTS}
+    return plan.changed(compression=parse_compression("4bit"), packed=packed)
 
 
 def _bought(plan: Plan) -> tuple[str, ...]:
@@ -120,10 +135,12 @@ def _faster(plan: Plan) -> Iterator[tuple[str, Plan]]:
     if not choices.bf16:
         yield 'dtype="bfloat16"', plan.changed(bf16=True)
     if plan.bound_by == "disk" and not choices.compression:
-        yield (
-            'optimizer_compression="4bit" (not lossless)',
-            plan.changed(compression=parse_compression("4bit")),
-        )
+        yield 'optimizer_compression="4bit" (not lossless)', _in_4_bits(plan)
+        if not choices.packed:
+            yield (
+                'optimizer_compression="lossless" and weight_compression="lossless": the same numbers in fewer bytes',
+                plan.changed(packed=frozenset({MOMENTS, WEIGHTS})),
+            )
     if plan.bound_by != "compute":
         for factor in (8, 4, 2):
             more = window.accumulation * factor

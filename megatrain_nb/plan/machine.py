@@ -15,6 +15,8 @@ from megatrain_nb.units import format_bytes, format_count
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from megatrain_nb.plan.model import PackSpec
+
 Rates = tuple[tuple[int, float], ...]
 
 
@@ -56,6 +58,8 @@ class Machine:
         Processor time that a byte to or from the disk costs (checksums, system calls).
     update_params_per_s, split_update_params_per_s
         AdamW on the host: fp32 parameters, and those in two halves.
+    codec_params_per_s
+        The same with encoded moments and fp32 weights: (codec, parameters per second).
     endurance_bytes
         What the drives' makers warrant to be written; 0 if unknown.
     assumed
@@ -82,6 +86,7 @@ class Machine:
     io_cpu_s_per_byte: float = 0.0
     update_params_per_s: float
     split_update_params_per_s: float
+    codec_params_per_s: tuple[tuple[str, float], ...] = ()
     endurance_bytes: int = 0
     assumed: frozenset[str] = field(default_factory=frozenset)
 
@@ -126,6 +131,19 @@ class Machine:
             below, rate = above, faster
         return rate
 
+    def update_seconds(self, pack: PackSpec) -> float:
+        """Return how long the update of a pack takes on the host."""
+        wide = self.update_params_per_s
+        rate = self.split_update_params_per_s if pack.split else wide
+        if not pack.encoded:
+            return pack.numel / rate
+        rates = dict(self.codec_params_per_s)
+        slower = rate / wide  # two halves cost as much more with any codec
+        return sum(
+            param.numel / (slower * rates.get(param.codec, wide))
+            for param in pack.params
+        )
+
     def changed(self, **changes: Any) -> Self:
         """Return this machine with other figures; they are no longer assumed.
 
@@ -153,6 +171,9 @@ class Machine:
         found = json.loads(text)
         for name in ("fp32_rates", "bf16_rates"):
             found[name] = tuple((int(rows), float(rate)) for rows, rate in found[name])
+        found["codec_params_per_s"] = tuple(
+            (str(codec), float(rate)) for codec, rate in found["codec_params_per_s"]
+        )
         return cls(**(found | {"assumed": frozenset(found["assumed"])}))
 
     def rows(self) -> list[tuple[str, str, str]]:
@@ -196,6 +217,14 @@ class Machine:
                 f"{format_count(self.update_params_per_s)} parameters/s, in halves "
                 f"{format_count(self.split_update_params_per_s)}",
                 "update_params_per_s",
+            ),
+            *(
+                (
+                    f"AdamW with {codec} moments",
+                    f"{format_count(rate)} parameters/s",
+                    "codec_params_per_s",
+                )
+                for codec, rate in self.codec_params_per_s
             ),
             ("RAM", format_bytes(self.ram_bytes), "ram_bytes"),
             ("that may be page-locked", format_bytes(self.pin_bytes), "pin_bytes"),
@@ -248,6 +277,12 @@ SUSTAINED = 0.5
 # AdamW in fp32 passes 28 bytes of host memory for each parameter, in two halves 32: weights, gradient and both
 # moments are read, all but the gradient written.
 _UPDATE_BYTES, _SPLIT_UPDATE_BYTES = 28, 32
+
+# Encoded moments pass fewer bytes and compute more: as fast as fp32 with one or two codes in a byte, about half as fast
+# with others (docs/codecs.md).
+_CODEC_SPEED = {"8bit": 1.0, "4bit": 1.0, "3bit": 0.55, "2bit": 0.6}
+
+_TOLD = {"name", "assumed"}  # what is no figure
 
 _NOMINAL = {
     "device": "cpu",
@@ -333,8 +368,12 @@ def nominal(name: str, figures: Mapping[str, Any]) -> Machine:
         io_cpu_s_per_byte=1.5e-10,
         update_params_per_s=memory / _UPDATE_BYTES,
         split_update_params_per_s=memory / _SPLIT_UPDATE_BYTES,
+        codec_params_per_s=tuple(
+            (codec, speed * memory / _UPDATE_BYTES)
+            for codec, speed in _CODEC_SPEED.items()
+        ),
         endurance_bytes=round(found["endurance_tb"] * 1e12),
-        assumed=frozenset(each.name for each in fields(Machine)),
+        assumed=frozenset(each.name for each in fields(Machine)) - _TOLD,
     )
 
 

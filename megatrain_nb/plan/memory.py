@@ -59,8 +59,9 @@ def working_bytes(spec: ModelSpec, *, tile_numel: int = TILE_NUMEL) -> int:
     tiles of the optimizer's pipeline.
     """
     backward = _largest(spec, weights=2, grads=1)
+    different = {pack.layout: pack for pack in spec.packs}
     step = STEP_TILES * max(
-        (_tile_bytes(pack, tile_numel) for pack in spec.packs), default=0
+        (_tile_bytes(pack, tile_numel) for pack in different.values()), default=0
     )
     return max(backward, step)
 

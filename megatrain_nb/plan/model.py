@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.base import BLOCK, get
@@ -80,7 +81,7 @@ class MomentPart:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PackSpec:
     """The parameters stored as one flat vector of ``numel`` elements (padding included).
 
@@ -125,12 +126,17 @@ class PackSpec:
         halves = self.numel * _BYTES_PER_HALF if self.split else 0
         return self.moments_bytes + halves
 
-    @property
+    def num_bytes(self, piece: str) -> int:
+        """Return the bytes of its ``weights``, ``grads`` or ``states``."""
+        sizes = {"weights": self.weight_bytes, "grads": self.grad_bytes}
+        return sizes.get(piece, self.states_bytes)
+
+    @cached_property
     def encoded(self) -> bool:
         """Whether its moments are one piece of bytes, see [Note: encoded moments]."""
         return any(param.codec != RAW for param in self.params)
 
-    @property
+    @cached_property
     def moments_bytes(self) -> int:
         """Bytes of both moments: fp32, or encoded and filled up to whole pages."""
         if not self.encoded:
@@ -168,6 +174,12 @@ class PackSpec:
                 size = encoded(last - first)
                 parts.append(MomentPart(param, first, last, first_byte, size))
         return parts
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What its bytes follow from: packs of equal layers have the same."""
+        places = tuple((param.offset, param.codec) for param in self.params)
+        return self.numel, self.split, places
 
     def with_codecs(self, codecs: Mapping[str, str]) -> PackSpec:
         """Return the same pack with these codecs, by parameter name; others stay."""

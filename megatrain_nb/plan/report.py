@@ -6,12 +6,13 @@ import math
 from html import escape
 from typing import TYPE_CHECKING
 
+from megatrain_nb.codec.names import LOSSLESS, WEIGHTS
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from megatrain_nb.plan.planner import Item, Plan
+    from megatrain_nb.plan.plan import Item, Plan
 
 # Okabe and Ito's palette, in mid tones that a light and a dark page both carry.
 COLOURS = {
@@ -27,6 +28,7 @@ COLOURS = {
     "logits": "#b8860b",
     "holes between those": "#c8a08a",
     "room to write new versions": "#56b4e9",
+    "windows for packing": "#7a6fb0",
     "Python and torch": "#8c8c8c",
 }
 OTHER = "#707a8a"
@@ -62,8 +64,10 @@ def title(plan: Plan) -> str:
     """Return what the plan is of, in one line."""
     choices, window = plan.choices, plan.choices.window
     dtype = "bf16 with an fp32 master" if choices.bf16 else "fp32"
-    if choices.compression:
-        dtype += f", moments {choices.compression}"
+    if choices.moments:
+        dtype += f", moments {choices.moments}"
+    if WEIGHTS in choices.packed:
+        dtype += f", weights {LOSSLESS} on disk"
     return (
         f"{plan.shape.name} ({format_count(plan.shape.num_params)} parameters, {dtype}) on {plan.machine.name}, "
         f"{window.batch} x {window.seq_len} tokens x {window.accumulation}"
@@ -76,11 +80,13 @@ def verdict(plan: Plan) -> str:
         return "does not fit"
     if not plan.offloads:
         return "fits without offload: nothing is read or written"
+    if plan.fits_plainly:
+        return "fits, and would on the device alone: plain PyTorch needs no offload"
     return "fits"
 
 
-def rows(plan: Plan) -> list[tuple[str, str]]:
-    """Return label and text of every line."""
+def rows(plan: Plan, *, advice: bool = True) -> list[tuple[str, str]]:
+    """Return label and text of every line; ``advice`` makes more plans."""
     found = [("verdict", verdict(plan))]
     found += [("", problem) for problem in plan.problems]
     limits = plan.limits
@@ -95,7 +101,8 @@ def rows(plan: Plan) -> list[tuple[str, str]]:
             )
         )
     found += _time_rows(plan)
-    found += [("to do", text) for text in plan.advice]
+    if advice:
+        found += [("to do", text) for text in plan.advice]
     assumed = plan.machine.assumed
     if assumed:
         whole = len(assumed) > 10
@@ -175,9 +182,9 @@ def span_text(seconds: float) -> str:
     return format_seconds(seconds)
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: Plan, *, advice: bool = True) -> str:
     """Return the plan as lines of text."""
-    lines = rows(plan)
+    lines = rows(plan, advice=advice)
     width = max(len(label) for label, _ in lines)
     return "\n".join(
         [title(plan), *(f"{label:<{width}}  {text}" for label, text in lines)]
@@ -194,12 +201,12 @@ def as_html(plan: Plan) -> str:
     )
 
 
-def rows_html(plan: Plan) -> str:
+def rows_html(plan: Plan, *, advice: bool = True) -> str:
     """Return the lines of `rows` as those of a table."""
     return "".join(
         '<tr><th style="text-align:left;padding:2px 12px 2px 0;white-space:nowrap;vertical-align:top">'
         f'{escape(label)}</th><td style="text-align:left;padding:2px 0">{escape(text)}</td></tr>'
-        for label, text in rows(plan)
+        for label, text in rows(plan, advice=advice)
     )
 
 

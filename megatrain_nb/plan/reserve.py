@@ -30,15 +30,27 @@ def with_margin(peak_bytes: float) -> int:
     return round(_MARGIN * peak_bytes)
 
 
-def still_fits(reserved_bytes: int, measured_bytes: int) -> bool:
+def still_fits(
+    reserved_bytes: int, measured_bytes: int, *, spread_bytes: int = 0
+) -> bool:
     """Whether what is set aside holds what was measured, and is not much too large.
+
+    Parameters
+    ----------
+    reserved_bytes, measured_bytes
+        What is set aside, and what was measured.
+    spread_bytes
+        What runs differ by: so much less is not worth another plan.
 
     Examples
     --------
     >>> still_fits(1000, 900), still_fits(1000, 1100), still_fits(1000, 700)
     (True, False, False)
+    >>> still_fits(1000, 700, spread_bytes=400)
+    True
     """
-    return _KEPT_SHARE * reserved_bytes <= measured_bytes <= reserved_bytes
+    least = reserved_bytes - max((1 - _KEPT_SHARE) * reserved_bytes, spread_bytes)
+    return least <= measured_bytes <= reserved_bytes
 
 
 def settled(budget_bytes: int, peak_bytes: float) -> int:

@@ -7,18 +7,20 @@ gives.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from megatrain_nb.plan.disk import SimulatedDisk, Transfer
 from megatrain_nb.plan.memory import written_bytes
+from megatrain_nb.plan.packing import IO_THREADS, OnDisk
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule
 from megatrain_nb.plan.timeline import Span
-from megatrain_nb.plan.traffic import NUM_FIRST
+from megatrain_nb.plan.traffic import NUM_FIRST, early_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
+    from megatrain_nb.plan.disk import Job
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import ModelSpec, PackSpec
@@ -66,108 +68,19 @@ class Simulated:
 
 
 @dataclass(slots=True)
-class _Job:
-    kind: str
-    name: str
-    num_bytes: int
-    ready_s: float
-    left: float
-    end_s: float | None = None
-
-
-class _Disk:
-    """Serves reads before writes, one byte after the other; so much may wait to be written."""
-
-    def __init__(self, machine: Machine, spans: list[Span], room_bytes: int) -> None:
-        read, write = machine.read_bytes_per_s, machine.write_bytes_per_s
-        self._rates = {"READ": read, "WRITE": write}
-        # Both at once may be slower, or faster, than one after the other.
-        self._both = machine.mixed_bytes_per_s * (read + write) / (2 * read * write)
-        self._queues: dict[str, deque[_Job]] = {"READ": deque(), "WRITE": deque()}
-        self._now = 0.0
-        self._spans = spans
-        self._room_bytes = room_bytes
-        self._waiting = 0
-        self._written: dict[tuple[str, int], _Job] = {}
-        self.moved = {"READ": 0, "WRITE": 0}
-
-    def put(
-        self, key: tuple[str, int], name: str, num_bytes: int, at_s: float
-    ) -> float:
-        """Write behind; returns when the caller may go on: what waits must have room."""
-        self._written[key] = self._add("WRITE", name, num_bytes, at_s)
-        self._waiting += num_bytes
-        free_s = 0.0
-        while self._waiting > max(self._room_bytes, num_bytes):
-            free_s = self.finish(self._queues["WRITE"][0])
-        return free_s
-
-    def get(
-        self, key: tuple[str, int], name: str, num_bytes: int, at_s: float
-    ) -> tuple[_Job, float]:
-        """Start to read; also when the caller may go on: a write of the same bytes has to land first."""
-        before = self._written.pop(key, None)
-        free_s = at_s if before is None else max(at_s, self.finish(before))
-        return self._add("READ", name, num_bytes, free_s), free_s
-
-    def has_written(self, key: tuple[str, int]) -> bool:
-        """Whether these bytes were written and not read since."""
-        return key in self._written
-
-    def finish(self, job: _Job) -> float:
-        """Return when a job is done."""
-        while job.end_s is None:
-            self._step()
-        return job.end_s
-
-    def _add(self, kind: str, name: str, num_bytes: int, at_s: float) -> _Job:
-        job = _Job(kind, name, num_bytes, at_s, num_bytes)
-        self._queues[kind].append(job)
-        self.moved[kind] += num_bytes
-        return job
-
-    def _step(self) -> None:
-        """Work on the first job until it is done, or a read comes."""
-        reads, writes = self._queues["READ"], self._queues["WRITE"]
-        heads = [queue[0] for queue in (reads, writes) if queue]
-        self._now = max(self._now, min(job.ready_s for job in heads))
-        job = next(job for job in heads if job.ready_s <= self._now)
-        rate = self._rates[job.kind]
-        if all(head.ready_s <= self._now for head in heads) and len(heads) > 1:
-            rate *= self._both
-        seconds = job.left / rate
-        if job.kind == "WRITE" and reads:
-            seconds = min(seconds, reads[0].ready_s - self._now)
-        start, self._now = self._now, self._now + seconds
-        job.left -= rate * seconds
-        if job.left <= 0.5:
-            job.end_s = self._now
-            self._queues[job.kind].popleft()
-            if job.kind == "WRITE":
-                self._waiting -= job.num_bytes
-        self._spans.append(
-            Span(
-                kind=job.kind,
-                name=job.name,
-                start_s=start,
-                end_s=self._now,
-                num_bytes=round(rate * seconds),
-                lane="disk",
-            )
-        )
-
-
-@dataclass(slots=True)
 class _State:
     """Where everything is while the step goes on."""
 
     loaded: set[int] = field(default_factory=set)  # packs whose weights are in RAM
-    reading: dict[int, _Job] = field(default_factory=dict)
+    reading: dict[int, Job] = field(default_factory=dict)
     dirty: set[int] = field(default_factory=set)  # newer in RAM than on disk
     due: set[int] = field(default_factory=set)
-    for_update: dict[int, dict[str, _Job]] = field(default_factory=dict)  # by piece
+    for_update: dict[int, dict[str, Job]] = field(default_factory=dict)  # by piece
     grads: set[int] = field(default_factory=set)  # packs whose gradient stays in RAM
     on_device: set[int] = field(default_factory=set)
+
+
+_AS_THEY_ARE = OnDisk()
 
 
 class Simulation:
@@ -187,6 +100,8 @@ class Simulation:
         Packs that are trained.
     stay
         Packs whose weights stay on a device until they change.
+    on_disk
+        What pieces take on the disk; left out, as if nothing were packed.
     """
 
     def __init__(
@@ -198,6 +113,8 @@ class Simulation:
         machine: Machine,
         trained: frozenset[int],
         stay: frozenset[int] = frozenset(),
+        *,
+        on_disk: OnDisk = _AS_THEY_ARE,
     ) -> None:
         self._spec = spec
         self._residency = residency
@@ -206,13 +123,15 @@ class Simulation:
         self._machine = machine
         self._trained = trained
         self._stay = stay
+        self._on_disk = on_disk
         self._spans: list[Span] = []
-        self._disk = _Disk(machine, self._spans, written_bytes(spec))
+        self._disk = SimulatedDisk(machine, self._spans, written_bytes(spec))
         self._state = _State()
         self._now = 0.0  # the training thread
         self._device = self._onload = self._offload = 0.0
         self._linked = {"ONLOAD": 0, "OFFLOAD": 0}
         self._first = self._packs(self._order[:NUM_FIRST])
+        self._early = early_gradients(spec, residency, self._order)
         self._last = self._packs(self._order[-1 - NUM_FIRST : -1])
 
     def run(self) -> Simulated:
@@ -223,10 +142,13 @@ class Simulation:
         self._step()
         end = max(self._now, self._device)
         spans = tuple(
-            replace(
-                span,
+            Span(
+                kind=span.kind,
+                name=span.name,
                 start_s=max(span.start_s, begin) - begin,
                 end_s=min(span.end_s, end) - begin,
+                num_bytes=span.num_bytes,
+                lane=span.lane,
             )
             for span in self._spans
             if span.end_s > begin and span.start_s < end
@@ -319,7 +241,7 @@ class Simulation:
         self._now = self._device if self._machine.in_place else start
         self._note(str(action.kind), block.name, start, self._device, lane="compute")
         if backward:
-            self._take_gradients(block.packs, early=early)
+            self._take_gradients(block.packs, last=early)
 
     def _load(self, pack: int) -> None:
         """Let a pack's weights be there, and new."""
@@ -333,13 +255,8 @@ class Simulation:
             for each in state.for_update.pop(pack, {}).values():
                 self._wait(each)
             state.due.remove(pack)
-            rate = (
-                self._machine.split_update_params_per_s
-                if spec.split
-                else self._machine.update_params_per_s
-            )
             start = self._now
-            self._now += spec.numel / rate
+            self._now += self._machine.update_seconds(spec)
             self._note("STEP", spec.name, start, self._now, lane="update")
             state.grads.discard(pack)
             state.dirty.add(pack)
@@ -361,7 +278,8 @@ class Simulation:
             if pack in self._trained and self._disk.has_written(("grads", pack)):
                 self._wait(self._get("grads", pack))
 
-    def _take_gradients(self, packs: Iterable[int], *, early: bool) -> None:
+    def _take_gradients(self, packs: Iterable[int], *, last: bool) -> None:
+        """Let gradients leave; those of the ``last`` blocks of a backward are needed first."""
         for pack in packs:
             if pack not in self._trained:
                 continue
@@ -377,7 +295,7 @@ class Simulation:
                 )
             if pack in self._residency.grads:
                 continue
-            if early:
+            if last and pack in self._early:
                 self._state.grads.add(pack)
             else:
                 self._put("grads", pack, at_s)
@@ -403,19 +321,31 @@ class Simulation:
             pack for block in blocks for pack in self._spec.blocks[block].packs
         )
 
-    def _wait(self, job: _Job) -> None:
-        self._wait_until(self._disk.finish(job), job.name)
+    def _wait(self, job: Job) -> None:
+        self._wait_until(self._disk.finish(job), job.what.name)
 
-    def _get(self, piece: str, pack: int) -> _Job:
+    def _get(self, piece: str, pack: int) -> Job:
         """Start to read ``weights``, ``grads`` or ``states`` of a pack."""
-        name, num_bytes = _name_and_bytes(piece, self._spec.packs[pack])
-        job, self._now = self._disk.get((piece, pack), name, num_bytes, self._now)
+        what = self._transfer(piece, pack, self._on_disk.unpack_seconds)
+        job, self._now = self._disk.get((piece, pack), what, self._now)
         return job
 
     def _put(self, piece: str, pack: int, at_s: float = 0.0) -> None:
-        name, num_bytes = _name_and_bytes(piece, self._spec.packs[pack])
-        free_s = self._disk.put((piece, pack), name, num_bytes, max(at_s, self._now))
-        self._wait_until(free_s, f"room, while {name} is written")
+        what = self._transfer(piece, pack, self._on_disk.pack_seconds)
+        free_s = self._disk.put((piece, pack), what, max(at_s, self._now))
+        self._wait_until(free_s, f"room, while {what.name} is written")
+
+    def _transfer(
+        self, piece: str, pack: int, cost: Callable[[str, PackSpec], float]
+    ) -> Transfer:
+        spec = self._spec.packs[pack]
+        more = {"weights": "", "grads": " gradient", "states": " states"}
+        return Transfer(
+            f"{spec.name}{more[piece]}",
+            self._on_disk.num_bytes(piece, spec),
+            spec.num_bytes(piece),
+            cost(piece, spec) / IO_THREADS,
+        )
 
     def _wait_until(self, end: float, name: str) -> None:
         if end > self._now:
@@ -451,12 +381,3 @@ class Simulation:
                     lane=lane,
                 )
             )
-
-
-def _name_and_bytes(piece: str, pack: PackSpec) -> tuple[str, int]:
-    """Return what a picture calls a piece of a pack, and its size."""
-    if piece == "weights":
-        return pack.name, pack.weight_bytes
-    if piece == "grads":
-        return f"{pack.name} gradient", pack.grad_bytes
-    return f"{pack.name} states", pack.states_bytes

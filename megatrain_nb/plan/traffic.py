@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatrain_nb.plan.packing import OnDisk
 from megatrain_nb.plan.schedule import Kind, make_schedule
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import ModelSpec, PackSpec
@@ -19,10 +20,11 @@ NUM_FIRST = 2
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes read from disk and written to it; where tiles are packed, the most that it can be."""
+    """Bytes read from disk and written to it, and the processor time of packing and unpacking them."""
 
     read_bytes: int
     written_bytes: int
+    packing_cpu_s: float = 0.0
 
     @property
     def moved_bytes(self) -> int:
@@ -30,10 +32,14 @@ class Traffic:
         return self.read_bytes + self.written_bytes
 
 
+_AS_THEY_ARE = OnDisk()
+
+
 def step_traffic(
     spec: ModelSpec,
     residency: Residency,
     order: Sequence[int],
+    on_disk: OnDisk = _AS_THEY_ARE,
     *,
     stay: frozenset[int] = frozenset(),
 ) -> Traffic:
@@ -48,6 +54,8 @@ def step_traffic(
     order
         Block indices in the order in which forward passes them; backward goes the other way, and the last
         block turns while it is loaded.
+    on_disk
+        What pieces take on the disk; left out, as if nothing were packed: the most that it can be.
     stay
         Packs whose weights stay on a device from forward to backward.
     """
@@ -61,15 +69,72 @@ def step_traffic(
         *(pack for pack in again if pack not in stay),
     ]
     loads = [pack for pack in loads if pack not in residency.elsewhere]
+    early = early_gradients(spec, residency, order)
+    read = {
+        "weights": _streamed(spec, loads, residency.weights),
+        "grads": _streamed(spec, every - early, residency.grads),
+        "states": _streamed(spec, every, residency.states),
+    }
+    written = read | {"weights": _streamed(spec, every, residency.weights)}
+    return Traffic(
+        _sum_bytes(on_disk, read),
+        _sum_bytes(on_disk, written),
+        _sum_seconds(on_disk.unpack_seconds, read)
+        + _sum_seconds(on_disk.pack_seconds, written),
+    )
 
-    def streamed(packs: Iterable[int], resident: frozenset[int]) -> Iterator[PackSpec]:
-        return (spec.packs[pack] for pack in packs if pack not in resident)
 
-    weights = sum(pack.weight_bytes for pack in streamed(loads, residency.weights))
-    updated = sum(pack.weight_bytes for pack in streamed(every, residency.weights))
-    grads = sum(pack.grad_bytes for pack in streamed(every - first, residency.grads))
-    states = sum(pack.states_bytes for pack in streamed(every, residency.states))
-    return Traffic(weights + grads + states, updated + grads + states)
+def early_gradients(
+    spec: ModelSpec, residency: Residency, order: Sequence[int]
+) -> frozenset[int]:
+    """Return the packs whose gradients wait in RAM for the update that the next forward begins with.
+
+    Those of the first blocks, as far as there is room beside all that the first blocks need: else the last of them
+    leave. A plan without room for what streams says nothing of it, and they stay.
+    """
+    first = dict.fromkeys(
+        pack
+        for block in order[:NUM_FIRST]
+        for pack in spec.blocks[block].packs
+        if pack not in residency.elsewhere
+    )
+    stays = {
+        "weights": residency.weights,
+        "grads": residency.grads,
+        "states": residency.states,
+    }
+    needed = sum(
+        spec.packs[pack].num_bytes(piece)
+        for pack in first
+        for piece, resident in stays.items()
+        if pack not in resident
+    )
+    early = list(first)
+    while early and needed > residency.working_bytes > 0:
+        pack = early.pop()
+        if pack not in residency.grads:
+            needed -= spec.packs[pack].grad_bytes
+    return frozenset(early)
+
+
+def _streamed(
+    spec: ModelSpec, packs: Iterable[int], resident: frozenset[int]
+) -> list[PackSpec]:
+    return [spec.packs[pack] for pack in packs if pack not in resident]
+
+
+def _sum_bytes(on_disk: OnDisk, moved: Mapping[str, list[PackSpec]]) -> int:
+    return sum(
+        on_disk.num_bytes(piece, pack)
+        for piece, packs in moved.items()
+        for pack in packs
+    )
+
+
+def _sum_seconds(
+    cost: Callable[[str, PackSpec], float], moved: Mapping[str, list[PackSpec]]
+) -> float:
+    return sum(cost(piece, pack) for piece, packs in moved.items() for pack in packs)
 
 
 def _loads(

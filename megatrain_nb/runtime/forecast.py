@@ -10,12 +10,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain_nb.codec.choice import parse_compression
+from megatrain_nb.codec.choice import parse_storage
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.plan import advice, catalogue
 from megatrain_nb.plan.activation import Window
+from megatrain_nb.plan.choices import Choices
 from megatrain_nb.plan.machine import Machine, nominal
-from megatrain_nb.plan.planner import Choices, make_plan
+from megatrain_nb.plan.planner import make_plan
 from megatrain_nb.plan.shape import Shape
 from megatrain_nb.runtime.current import current_session
 from megatrain_nb.units import parse_size
@@ -23,7 +24,7 @@ from megatrain_nb.units import parse_size
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
 
 _FORMAT = 1
 _DTYPES = {"float32": False, "fp32": False, "bfloat16": True, "bf16": True}
@@ -39,6 +40,7 @@ def estimate(  # noqa: PLR0913 - what a person may say of a run
     batch: int = 1,
     accumulation: int = 8,
     optimizer_compression: bool | str | Mapping[str, bool | str] = False,
+    weight_compression: bool | str = False,
     dtype: Any = "float32",
     trainable: str | Sequence[str] | None = None,
     max_ram_gb: float | str | None = None,
@@ -56,8 +58,9 @@ def estimate(  # noqa: PLR0913 - what a person may say of a run
         ``{"ram_gb": 64, "vram_gb": 24, ...}`` (`megatrain_nb.plan.machine.nominal`).
     seq_len, batch, accumulation
         Tokens in a row, rows in a micro-batch, micro-batches in a step.
-    optimizer_compression
-        As for ``mt.init``.
+    optimizer_compression, weight_compression
+        As for ``mt.init``. What is packed bit for bit is taken to shrink as it did in a small training, see
+        docs/lossless.md.
     dtype
         ``"float32"`` or ``"bfloat16"`` (also torch's): what the model computes in.
     trainable
@@ -97,11 +100,13 @@ def estimate(  # noqa: PLR0913 - what a person may say of a run
             ("max_disk_gb", max_disk_gb),
         )
     }
+    compression, packed = parse_storage(optimizer_compression, weight_compression)
     words = (trainable,) if isinstance(trainable, str) else tuple(trainable or ())
     choices = Choices(
         window=window,
         bf16=_is_bf16(dtype),
-        compression=parse_compression(optimizer_compression),
+        compression=compression,
+        packed=packed,
         trainable=words,
         **sizes,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from megatrain_nb.codec.choice import parse_compression
-from megatrain_nb.codec.names import LOSSLESS
+from megatrain_nb.codec import names
+from megatrain_nb.codec.choice import parse_storage
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.current import current_session, set_current
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+# What is packed, as pieces of the pager.
+_PIECES = {names.WEIGHTS: (What.WEIGHTS,), names.MOMENTS: MOMENTS}
 
 
 def init(
@@ -79,9 +82,7 @@ def init(
     if crash_safe not in (None, "step"):
         msg = f'crash_safe={crash_safe!r} is not known; give "step" or None'
         raise ArgumentError(msg)
-    lossless = optimizer_compression == LOSSLESS
-    compression = parse_compression(False if lossless else optimizer_compression)
-    packed = _packed(moments=lossless, weights=weight_compression)
+    compression, kinds = parse_storage(optimizer_compression, weight_compression)
     given: object = offload_dir
     if not isinstance(given, str | os.PathLike) or not str(given).strip():
         msg = f"offload_dir={given!r} is not a directory; give a path on a fast local disk"
@@ -107,16 +108,7 @@ def init(
         device=opened,
         crash_safe=crash_safe,
         compression=compression,
-        packed=packed,
+        packed=frozenset(what for kind in kinds for what in _PIECES[kind]),
     )
     set_current(session)
     return session
-
-
-def _packed(*, moments: bool, weights: object) -> frozenset[What]:
-    """Return the kinds of pieces to pack."""
-    if weights is not False and weights != LOSSLESS:
-        msg = f'weight_compression={weights!r}: give False or "{LOSSLESS}" (packed on disk, bit for bit)'
-        raise ArgumentError(msg)
-    kinds = (MOMENTS if moments else ()) + ((What.WEIGHTS,) if weights else ())
-    return frozenset(kinds)

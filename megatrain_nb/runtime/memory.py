@@ -6,7 +6,7 @@ The plan is made when the model comes, and again where a step shows that its own
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain_nb.errors import BudgetError
 from megatrain_nb.plan.keep import prefers_kept
@@ -17,9 +17,11 @@ from megatrain_nb.plan.memory import (
     plan_residency,
     working_bytes,
 )
+from megatrain_nb.plan.own import SPREAD_BYTES
 from megatrain_nb.plan.reserve import first_guess, still_fits, with_margin
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
+from megatrain_nb.runtime.foresee import Foresight
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ class ModelMemory:
         self.reserved_bytes = first_guess(offloaded.session.max_ram_bytes)
         self._offloaded = offloaded
         self._session = offloaded.session
-        self._keep_wanted = self._keep_beside = 0
+        self._keep_wanted = self._keep_beside = self._spread_bytes = 0
+        self._foresight = Foresight()
         self._keep_first = False
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
@@ -174,6 +177,44 @@ class ModelMemory:
 
     # -- learning -------------------------------------------------------------------------------------
 
+    @property
+    def plans_by_shape(self) -> bool:
+        """Whether the model's shape may tell what to set aside: blocks compute in RAM, and nothing was asked for."""
+        session = self._session
+        asked = (session.max_resident_bytes, session.max_kept_bytes, session.keep_share)
+        return session.device.in_place and asked == (None, None, None)
+
+    def foresee(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], accumulation: int
+    ) -> None:
+        """Plan for a window that is larger than any before, before it runs.
+
+        Parameters
+        ----------
+        args, kwargs
+            What the model is called with for one micro-batch.
+        accumulation
+            Micro-batches of the window.
+        """
+        if not self.plans_by_shape:
+            return
+        found = self._foresight.look(
+            self._offloaded.model,
+            self._offloaded.layers,
+            (args, kwargs),
+            accumulation=accumulation,
+            room_bytes=self._room,
+        )
+        if found is None or found.reserved > self._room:
+            return  # without room everything streams, whatever is set aside
+        if found.reserved > self.reserved_bytes or self._spread_bytes == 0:
+            self.reserved_bytes, kept, beside = found
+            self._keep_wanted = max(self._keep_wanted, kept)
+            self._keep_beside = max(self._keep_beside, beside)
+            share = self._session.models.share_bytes()
+            self._spread_bytes = min(3 * SPREAD_BYTES, share // 5)
+            self._session.models.plan()
+
     def relieve(self) -> None:
         """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
         set_aside = self.reserved_bytes + self.residency.keep_bytes
@@ -199,8 +240,11 @@ class ModelMemory:
         if keeping.wanted_bytes > self._keep_wanted:
             self._keep_wanted = with_margin(keeping.wanted_bytes)
             changed |= in_ram
-        if changed or not still_fits(self.reserved_bytes, measured):
-            self.reserved_bytes = max(measured, 0)
+        fits = still_fits(
+            self.reserved_bytes, measured, spread_bytes=self._spread_bytes
+        )
+        if changed or not fits:
+            self.reserved_bytes = self.reserved_bytes if fits else max(measured, 0)
             self._keep_first = first
             self._session.models.plan()
             logger.info(

@@ -170,7 +170,9 @@ class OffloadedModel:
         for param in self.layers.resident.values():
             param.data = param.data.to(dtype or param.dtype)
         self._hooks += [
-            self.model.register_forward_pre_hook(self._before_forward),
+            self.model.register_forward_pre_hook(
+                self._before_forward, with_kwargs=True
+            ),
             self.model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
         for module in self.model.modules():
@@ -272,12 +274,16 @@ class OffloadedModel:
 
     # -- calls of the model ---------------------------------------------------------------------------
 
-    def _before_forward(self, *_: Any) -> None:
+    def _before_forward(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         with interrupts_wait(self.executor.stop, breakable=False):
             self.session.models.give_turn(self)
         self.executor.begin_forward()
         if torch.is_grad_enabled():
             self.steps.begin()
+            if self.executor.window is not None:
+                self.memory.foresee(args, kwargs, self.executor.window.num_batches)
 
     def _after_forward(
         self, model: nn.Module, _: Any, kwargs: dict[str, Any], outputs: Any

@@ -10,14 +10,18 @@ import platform
 import resource
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from megatrain_nb.codec.base import get
+from megatrain_nb.codec.names import DYNAMIC, NAMES
 from megatrain_nb.codec.split import Split
 from megatrain_nb.errors import MegatrainError
+from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import (
     Segment,
     UpdateThreads,
@@ -37,6 +41,8 @@ from megatrain_nb.store.preflight import check_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from numpy.typing import NDArray
 
 logger = logging.getLogger("megatrain_nb")
 
@@ -102,7 +108,7 @@ def measure(directory: Path | None) -> Machine:
             logger.warning("the probe assumes what it could not measure: %s", error)
     base = nominal(platform.node() or "this machine", _floor(device))
     made = base.changed(**figures)
-    return made.changed(assumed=made.assumed - {"name", "device"})
+    return made.changed(assumed=made.assumed - {"device"})
 
 
 def _floor(device: torch.device) -> dict[str, object]:
@@ -162,6 +168,32 @@ def _updates() -> dict[str, object]:
                 update(master, exp_avg, exp_avg_sq, grad, segments, threads=threads)  # type: ignore[arg-type]
 
             found[name] = numel / _median_s(work, torch.device("cpu"))
+        found["codec_params_per_s"] = tuple(
+            (
+                name,
+                numel / _median_s(partial(run, threads=threads), torch.device("cpu")),
+            )
+            for name, run in _encoded_updates(param, grad).items()
+        )
+    return found
+
+
+def _encoded_updates(
+    param: NDArray[np.float32], grad: NDArray[np.float32]
+) -> dict[str, Callable[..., None]]:
+    """Return what updates a tile with moments in each codec."""
+    found: dict[str, Callable[..., None]] = {}
+    config, numel = AdamWConfig(), param.size
+    for name in NAMES:
+        if name == DYNAMIC:
+            continue
+        encoded.warm_up(name)
+        codec = get(name)
+        moments = np.zeros(codec.encoded_bytes(numel), np.uint8)
+        segments = [encoded.EncodedSegment(0, numel, codec, moments, config, 1)]
+        found[name] = partial(
+            encoded.update_encoded, param, grad, segments, finite=True
+        )
     return found
 
 

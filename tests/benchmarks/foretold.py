@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -31,7 +31,12 @@ def make_config(family: str, **values: Any) -> Any:
 def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
     """Train for some steps on random tokens, and return what was measured once the plan has settled."""
     batch, length, count = given["window"]
-    session = mt.init(directory, max_ram_gb=given["ram_gb"])
+    session = mt.init(
+        directory,
+        max_ram_gb=given["ram_gb"],
+        optimizer_compression=given["moments"],
+        weight_compression=given["weights"],
+    )
     base = session._base_bytes
     config = make_config(given["family"], **given["config"])
     model = mt.from_config(config, dtype=given["dtype"], seed=0)
@@ -64,14 +69,19 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
         "peak_bytes": meter.read() - base,
         "base_bytes": base,
         "pool_bytes": session.pool.peak_bytes,
-        "read_bytes": median(reads),
-        "written_bytes": median(writes),
+        # A read ahead, or a write behind, of one step may be counted in the next.
+        "read_bytes": mean(reads),
+        "written_bytes": mean(writes),
+        "all_bytes": [reads, writes],
         "causes": last.seconds,
         "bound": last.bound,
         "share_of_bound": last.share_of_bound,
         "reserved_bytes": offloaded.memory.reserved_bytes,
         "keep_wanted": offloaded.executor.keeping.wanted_bytes,
         "keep_bytes": offloaded.memory.residency.keep_bytes,
+        "keep_beside": offloaded.memory._keep_beside,
+        "held_bytes": offloaded.executor.keeping.peak_bytes,
+        "working_bytes": offloaded.memory.residency.working_bytes,
         "resident_bytes": offloaded.memory.residency.resident_bytes,
     }
 

@@ -13,13 +13,14 @@ import pytest
 
 if TYPE_CHECKING:
     from megatrain_nb.plan.machine import Machine
-    from megatrain_nb.plan.planner import Plan
+    from megatrain_nb.plan.plan import Plan
 
 ROOT = Path(__file__).parents[2]
 MAX_OVER = 1.10  # the plan of the peak over the measured peak
 MAX_BYTES_OFF = 0.02
 MAX_SECONDS_OFF = 0.15
 SHARE_IN_TIME = 0.9
+LEAST_OF_BOUND = 0.85  # where one resource needs twice the time of any other
 
 _LLAMA = {
     "vocab_size": 8192,
@@ -42,6 +43,8 @@ class Case:
     config: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
     clip: float | None = 1.0
+    moments: bool | str = False
+    weights: bool | str = False
     warm_up: int = 5
     steps: int = 3
 
@@ -56,8 +59,17 @@ def _case(
 ) -> Case:
     dtype = config.pop("dtype", "float32")
     clip = config.pop("clip", 1.0)
-    values = _LLAMA | config
-    return Case(ram_gb, (batch, length, count), family, values, dtype=dtype, clip=clip)
+    moments, weights = config.pop("moments", False), config.pop("weights", False)
+    return Case(
+        ram_gb,
+        (batch, length, count),
+        family,
+        _LLAMA | config,
+        dtype=dtype,
+        clip=clip,
+        moments=moments,
+        weights=weights,
+    )
 
 
 CASES = {
@@ -74,6 +86,9 @@ CASES = {
     "0.4 GB, tied": _case(0.4, 1, 128, 1, tie_word_embeddings=True),
     "0.3 GB, bf16": _case(0.3, 1, 128, 1, dtype="bfloat16"),
     "0.4 GB, bf16, accumulation 2": _case(0.4, 1, 128, 2, dtype="bfloat16"),
+    "0.4 GB, 4bit": _case(0.4, 1, 128, 1, moments="4bit"),
+    "0.4 GB, bf16, 8bit": _case(0.4, 1, 128, 1, dtype="bfloat16", moments="8bit"),
+    "0.4 GB, lossless": _case(0.4, 1, 128, 1, moments="lossless", weights="lossless"),
     "0.55 GB": _case(0.55, 1, 128, 1),
     "0.55 GB, grouped queries": _case(0.55, 1, 128, 1, num_key_value_heads=2),
     "wide, 0.5 GB": _case(
@@ -119,6 +134,8 @@ def forecast(case: Case, machine: Machine) -> Plan:
         seq_len=seq_len,
         accumulation=accumulation,
         dtype=case.dtype,
+        optimizer_compression=case.moments,
+        weight_compression=case.weights,
         max_ram_gb=case.ram_gb,
     )
 
@@ -147,6 +164,7 @@ def test_forecast(tmp_path: Path) -> None:
     assert not table.above
     assert not table.wasteful
     assert not table.bytes_off
+    assert not table.idle
     assert len(table.late) <= (1 - SHARE_IN_TIME) * len(CASES)
 
 
@@ -161,6 +179,7 @@ class Table:
         self.wasteful: list[str] = []
         self.bytes_off: list[str] = []
         self.late: list[str] = []
+        self.idle: list[str] = []
         self._lines = [
             f"{'case':<32} {'peak, GB':>15} {'ratio':>6} {'moved, GB':>15} {'off':>7} "
             f"{'seconds':>15} {'ratio':>6} {'of bound':>8}"
@@ -185,6 +204,7 @@ class Table:
             (self.wasteful, planned > MAX_OVER * peak),
             (self.bytes_off, abs(off) > MAX_BYTES_OFF),
             (self.late, abs(ratio - 1) > MAX_SECONDS_OFF),
+            (self.idle, share < LEAST_OF_BOUND and _binds_by_two(plan)),
         ):
             if is_off:
                 misses.append(name)
@@ -200,6 +220,13 @@ class Table:
             f"plan more than 10 % above: {', '.join(self.wasteful) or 'none'}",
             f"bytes off by more than 2 %: {', '.join(self.bytes_off) or 'none'}",
             f"seconds off by more than 15 %: {', '.join(self.late) or 'none'}",
+            f"one resource binds by a factor of two, and it idles: {', '.join(self.idle) or 'none'}",
             f"failed: {', '.join(self.failed) or 'none'}",
         ]
         return "\n".join([*self._lines, *told])
+
+
+def _binds_by_two(plan: Plan) -> bool:
+    """Whether the processor or the disk needs twice the time of anything else."""
+    first, *rest = sorted(plan.least_seconds.values(), reverse=True)
+    return plan.bound_by in ("compute", "disk") and all(first >= 2 * x for x in rest)

@@ -1,20 +1,26 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from plotly.graph_objects import Figure
 
 import megatrain_nb as mt
+from megatrain_nb.notebook import explore as explore_module
 from megatrain_nb.notebook import forecast
 from megatrain_nb.notebook.complete import candidates_for
 from megatrain_nb.notebook.explore import Explorer
 from megatrain_nb.notebook.lines import magic_line, python_lines
 from megatrain_nb.notebook.magics import _COMMANDS, MegatrainMagics
 from megatrain_nb.notebook.parser import COMMANDS, parse_line
+from megatrain_nb.runtime.forecast import cache_path
 from megatrain_nb.units import parse_size
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 class Screen:
@@ -43,6 +49,7 @@ def test_each_control_changes_the_plan(explorer: Explorer) -> None:
         "model": "qwen3-8b",
         "dtype": "bfloat16",
         "moments": "4bit",
+        "weights": "lossless",
         "seq_len": 4096,
         "batch": 4,
         "accumulation": 16,
@@ -89,6 +96,71 @@ def test_the_lines_do_what_is_shown(explorer: Explorer) -> None:
     assert args.compress == "2bit"
     assert 'optimizer_compression="2bit"' in code
     assert line in explorer._copy.widget.text
+
+
+def test_what_is_packed_and_what_goes_by_pattern_is_in_the_lines() -> None:
+    rules = {"model.layers.0": False, "*": "4bit"}
+    found = Explorer("llama-3.2-1b", "rtx-4090", optimizer_compression=rules)
+    found._make_controls()
+    found._handle = Screen()
+    assert found.plan.choices.compression.by_pattern
+    code = python_lines(found.plan)
+    ast.parse(code)
+    assert f"optimizer_compression={rules!r}" in code
+    assert "--compress" not in magic_line(found.plan).splitlines()[0]
+    given = found.plan.choices.compression
+    found._controls["moments"].value = "lossless"
+    found._controls["weights"].value = "lossless"
+    args = parse_line(magic_line(found.plan).removeprefix("%megatrain "))
+    assert (args.compress, args.compress_weights) == ("lossless", "lossless")
+    assert 'weight_compression="lossless"' in python_lines(found.plan)
+    assert found.plan.choices.packed == {"moments", "weights"}
+    found._controls["moments"].value = str(given)
+    assert found.plan.choices.compression == given
+
+
+def test_this_machine_is_the_one_that_was_probed_for_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "offload"
+    machines = {
+        directory: mt.estimate("gpt2", "h100").machine.changed(name="with the disk"),
+        None: mt.estimate("gpt2", "h100").machine.changed(name="without"),
+    }
+    for where, machine in machines.items():
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        path = cache_path(where)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(machine.to_json())
+    assert Explorer("gpt2").plan.machine.name == "without"
+    monkeypatch.setattr(explore_module, "session_directory", lambda: directory)
+    assert Explorer("gpt2").plan.machine.name == "with the disk"
+
+
+def test_what_to_change_comes_when_no_slider_moves(
+    explorer: Explorer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explore_module, "_REST_S", 0.01)
+    screen = explorer._handle
+
+    async def move() -> list[Any]:
+        explorer._controls["accumulation"].value = 8
+        explorer._controls["accumulation"].value = 2
+        first = [screen.times, "to do" in screen.shown["text/plain"]]
+        assert "advice" not in explorer.plan.__dict__  # not even thought of
+        await asyncio.sleep(0.2)
+        return [*first, screen.times, "to do" in screen.shown["text/plain"]]
+
+    assert asyncio.run(move()) == [2, False, 3, True]
+    assert "to do" in screen.shown["text/html"]
+
+
+def test_what_was_not_moved_stays_assumed(explorer: Explorer) -> None:
+    explorer._controls["seq_len"].value = 2048
+    assert explorer.plan.machine.assumed >= {"read_bytes_per_s", "ram_bytes"}
+    explorer._controls["read"].value = 3.0
+    assert "read_bytes_per_s" not in explorer.plan.machine.assumed
+    assert "onload_bytes_per_s" in explorer.plan.machine.assumed
 
 
 def test_any_size_is_parsed_back() -> None:

@@ -18,6 +18,7 @@ def test_every_machine_of_the_catalogue_is_usable_and_marked_as_assumed() -> Non
         assert machine.bf16_rates[-1][1] >= machine.fp32_rates[-1][1]
         assert machine.read_bytes_per_s >= machine.write_bytes_per_s
         assert {"ram_bytes", "fp32_rates", "mixed_bytes_per_s"} <= machine.assumed
+        assert not {"assumed", "name"} & machine.assumed
         assert all(known == "assumed" for *_, known in machine.rows())
 
 

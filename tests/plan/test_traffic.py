@@ -6,12 +6,28 @@ from dataclasses import replace
 
 from megatrain_nb.plan.memory import Residency
 from megatrain_nb.plan.model import pack_params
-from megatrain_nb.plan.traffic import Traffic, step_traffic
+from megatrain_nb.plan.traffic import Traffic, early_gradients, step_traffic
 from tests.plan.test_schedule import make_spec
 
 SPEC = make_spec([[0], [1], [2], [3]])
 BLOCK = SPEC.packs[0].weight_bytes
 ALL = frozenset(range(4))
+
+
+def test_gradients_of_the_first_blocks_leave_where_there_is_no_room() -> None:
+    order = [0, 1, 2, 3]
+    needed = (
+        2 * (SPEC.packs[0].weight_bytes + SPEC.packs[0].grad_bytes)
+        + 2 * SPEC.packs[0].states_bytes
+    )
+    for working, early in ((needed, {0, 1}), (needed - 1, {0}), (1, set())):
+        residency = Residency(working_bytes=working)
+        assert early_gradients(SPEC, residency, order) == early
+        moved = step_traffic(SPEC, residency, order).moved_bytes
+        most = step_traffic(SPEC, Residency(), order).moved_bytes
+        assert moved - most == 2 * (2 - len(early)) * SPEC.packs[0].grad_bytes
+    resident = Residency(working_bytes=1, grads=frozenset({0, 1, 2, 3}))
+    assert step_traffic(SPEC, resident, order).read_bytes > 0
 
 
 def test_everything_on_disk() -> None:

@@ -118,7 +118,7 @@ def test_residency_and_bytes_are_those_of_a_real_run(tmp_path: Path) -> None:
         plan = mt.estimate(config, "cpu-desktop", seq_len=16, accumulation=1)
         from megatrain_nb.plan.simulate import Simulation  # noqa: PLC0415
 
-        times = plan._work.times(frozenset(), 0)
+        times = plan.work.times(frozenset())
         done = Simulation(
             spec,
             offloaded.memory.residency,

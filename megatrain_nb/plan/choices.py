@@ -1,0 +1,65 @@
+"""What a person decides about a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megatrain_nb.codec.choice import Compression
+from megatrain_nb.codec.names import LOSSLESS, MOMENTS
+from megatrain_nb.plan.packing import PACKING_BYTES, OnDisk
+
+if TYPE_CHECKING:
+    from megatrain_nb.plan.activation import Window
+    from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.plan.shape import Shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What a person decides about a run.
+
+    Attributes
+    ----------
+    window
+        The tokens of one step.
+    bf16
+        Compute in bf16 with an fp32 master; else in fp32.
+    compression
+        In which codecs Adam's moments are stored.
+    packed
+        What is packed on the disk, bit for bit: ``weights``, ``moments``.
+    max_ram_bytes, max_vram_bytes, max_disk_bytes
+        Budgets; None for what the machine has.
+    trainable
+        Parts of names; a parameter is trained whose name has one of them. Empty for all.
+    """
+
+    window: Window
+    bf16: bool = False
+    compression: Compression = field(default_factory=Compression)
+    packed: frozenset[str] = frozenset()
+    max_ram_bytes: int | None = None
+    max_vram_bytes: int | None = None
+    max_disk_bytes: int | None = None
+    trainable: tuple[str, ...] = ()
+
+    @property
+    def on_disk(self) -> OnDisk:
+        """What pieces take on the disk."""
+        return OnDisk(self.packed)
+
+    @property
+    def packing_bytes(self) -> int:
+        """What packing takes of the RAM."""
+        return PACKING_BYTES if self.packed else 0
+
+    @property
+    def moments(self) -> str:
+        """How moments are stored, as a person says it; empty for fp32."""
+        return LOSSLESS if MOMENTS in self.packed else str(self.compression)
+
+
+def spec_of(shape: Shape, choices: Choices) -> ModelSpec:
+    """Return blocks and packs of a model as a run has them."""
+    return shape.spec(split=choices.bf16, compression=choices.compression)

@@ -1,0 +1,126 @@
+"""What a run takes beside its packs, on a machine whose blocks compute in RAM: from the model's shape.
+
+A session sets as much aside before its first step, and a forecast says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain_nb.plan.activation import (
+    border_bytes,
+    kept_bytes,
+    largest_kept_bytes,
+    logits_bytes,
+)
+from megatrain_nb.plan.reserve import with_margin
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatrain_nb.plan.choices import Choices
+    from megatrain_nb.plan.logits import Chunking
+    from megatrain_nb.plan.shape import Shape
+
+# What torch takes beside the tensors: buffers of the matrix library, threads, holes in the heap. Measured on small
+# models (docs/forecast.md); more where it computes in bf16, whose operations make fp32 copies.
+_TORCH_BYTES, _TORCH_BF16_BYTES = 80_000_000, 90_000_000
+
+# Runs of the same model differ by so much; a session sets aside what it has seen, a plan names the most.
+SPREAD_BYTES = 48_000_000
+
+# Freed memory between tensors that are kept waits in the heap: half of them, where they are small and few; of more
+# and larger ones the system takes it back (`megatrain_nb.runtime.heap`). Measured, as above.
+_HOLES_SHARE, _HOLES_BYTES = 0.55, 6.8e3
+
+# Tensors of 2 MiB and more lie in huge pages, and what is learned of their sum is a little old.
+ROUNDING_BYTES = 16_000_000
+
+# While a block is in backward: what it keeps, gradients of it, and what the operation in progress makes.
+BACKWARD_SHARE = 1.4
+
+# Experts in one tensor: the gradient of each slice is as large as all of it, and two are added to a third.
+_STACKED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTensors:
+    """What the model's own tensors take while blocks stream.
+
+    Attributes
+    ----------
+    items
+        Bytes by what they are.
+    chunking
+        How logits are cut that would not fit; None where they fit.
+    """
+
+    items: Mapping[str, int]
+    chunking: Chunking | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """All of them."""
+        return sum(self.items.values())
+
+
+def own_tensors(
+    shape: Shape, choices: Choices, *, room_bytes: int, in_place: bool
+) -> OwnTensors:
+    """Return what the model's own tensors take in RAM.
+
+    Parameters
+    ----------
+    shape, choices
+        The model, and what is decided about the run.
+    room_bytes
+        What the budget leaves beside what streams.
+    in_place
+        Whether blocks compute in RAM; else the device holds their tensors.
+    """
+    window, bf16 = choices.window, choices.bf16
+    torch = _TORCH_BF16_BYTES if bf16 else _TORCH_BYTES
+    if not in_place:
+        return OwnTensors({"torch's own": torch})
+    logits, chunking = logits_bytes(shape, window, room_bytes=max(0, room_bytes))
+    block = round(BACKWARD_SHARE * largest_kept_bytes(shape, window, bf16=bf16))
+    gradient = max(
+        (
+            math.prod(size) * 4 * (_STACKED if shape.share(size) < 1 else 1)
+            for part in shape.parts
+            for _, size in part.params
+        ),
+        default=0,
+    )
+    items = {
+        "inputs of the blocks": border_bytes(shape, window, bf16=bf16),
+        "one block's activations": max(block, logits) + gradient,
+        "torch's own": torch,
+    }
+    return OwnTensors(items, chunking)
+
+
+def set_aside(own: OwnTensors) -> int:
+    """Return what a session sets aside for these before it has run, in bytes."""
+    return with_margin(own.num_bytes + SPREAD_BYTES)
+
+
+def kept_by_block(shape: Shape, choices: Choices) -> dict[int, int]:
+    """Return what the calls of each block keep in one window if all do, in bytes."""
+    window, bf16 = choices.window, choices.bf16
+    sizes = {
+        id(part): window.accumulation * kept_bytes(shape, part, window, bf16=bf16)
+        for part in shape.parts
+    }
+    return {
+        index: sizes[id(part)]
+        for index, (_, part) in enumerate(shape.blocks())
+        if part.kind != "head"
+    }
+
+
+def holes_bytes(kept: int) -> int:
+    """Return what keeping so many bytes costs beside them, in bytes."""
+    return round(min(_HOLES_SHARE * kept, _HOLES_BYTES * math.sqrt(kept)))

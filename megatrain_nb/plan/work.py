@@ -1,0 +1,85 @@
+"""What a model computes in a step on a machine, block by block, in seconds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatrain_nb.plan.activation import block_work
+from megatrain_nb.plan.simulate import BlockTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from megatrain_nb.plan.choices import Choices
+    from megatrain_nb.plan.machine import Machine
+    from megatrain_nb.plan.shape import Part, Shape
+
+# On a CPU: what a call costs however few tokens it has (Python, torch's dispatch). Measured (docs/forecast.md).
+_FORWARD_CALL_S, _BACKWARD_CALL_S = 1.5e-3, 3.5e-3
+
+
+class ModelWork:
+    """How long each block of a model computes.
+
+    Parameters
+    ----------
+    shape, machine, choices
+        The model, where it computes, and what is decided about the run.
+    """
+
+    def __init__(self, shape: Shape, machine: Machine, choices: Choices) -> None:
+        self._shape, self._machine, self._choices = shape, machine, choices
+        self._parts = [part for _, part in shape.blocks()]
+        self._by_part = {id(part): self._measure(part) for part in shape.parts}
+
+    def times(self, kept: frozenset[int], *, io_cpu_s: float = 0.0) -> list[BlockTimes]:
+        """Return the seconds of each block for a whole window.
+
+        Parameters
+        ----------
+        kept
+            Blocks that keep their activations: their backward does not compute the forward again. Nor does that of
+            the last block, which turns while it is loaded.
+        io_cpu_s
+            What moving bytes costs the cores that the blocks compute on.
+        """
+        last = len(self._parts) - 1
+        found = []
+        for index, part in enumerate(self._parts):
+            forward, backward = self._by_part[id(part)]
+            again = 0.0 if index in kept or index == last else forward
+            found.append(BlockTimes(forward, again, backward))
+        if not io_cpu_s:
+            return found
+        factor = 1 + io_cpu_s / self._machine.cores / total_s(found)
+        return [
+            BlockTimes(t.forward_s * factor, t.again_s * factor, t.backward_s * factor)
+            for t in found
+        ]
+
+    def _measure(self, part: Part) -> tuple[float, float]:
+        """Return the seconds of forward and of backward for a whole window."""
+        choices, machine = self._choices, self._machine
+        window, count = choices.window, choices.window.accumulation
+        work = block_work(self._shape, part, window)
+        products = work.flops / machine.flops_per_s(work.rows, bf16=choices.bf16)
+        forward, backward = products, 2 * products
+        if machine.in_place:
+            rest = work.moved_bytes / machine.memory_bytes_per_s
+            forward += rest + _FORWARD_CALL_S
+            # A gradient is made in fresh memory; the first micro-batch's is copied to where the update reads it, others
+            # are added; its norm is one more pass.
+            numel = part.numel + (
+                self._shape.dims.vocabulary * self._shape.dims.hidden
+                if part.kind == "head" and not part.params
+                else 0
+            )
+            landed = numel * (16 * count + 4 * (count - 1) + 4) / count
+            backward += 2 * rest + landed / machine.memory_bytes_per_s
+            backward += _BACKWARD_CALL_S
+        return forward * count, backward * count
+
+
+def total_s(times: Iterable[BlockTimes]) -> float:
+    """Return the seconds of all blocks."""
+    return sum(each.total_s for each in times)
