@@ -280,7 +280,7 @@ def make_plain(tensor: LazyTensor) -> None:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         tensor.data = values
         del tensor._node
-        tensor.__class__ = nn.Parameter if is_param else Tensor
+        tensor.__class__ = nn.Parameter if is_param else Tensor  # type: ignore[assignment]
 
 
 def make_lazy(param: nn.Parameter, node: Node) -> None:

@@ -115,7 +115,8 @@ class FilePart:
 
     def read_into(self, values: Tensor, start: int) -> None:
         """Fill a flat, contiguous tensor of the same dtype with the elements from ``start`` on."""
-        data = memoryview(values.detach().view(torch.uint8).numpy()).cast("B")
+        bits: Any = values.detach().view(torch.uint8).numpy()
+        data = memoryview(bits).cast("B")
         self.file.read_into(data, self.offset_bytes + start * self.dtype.itemsize)
 
     def part(self, offset: int, shape: Shape) -> FilePart:
@@ -392,7 +393,8 @@ def _stored(file: File, key: str, value: Tensor, size: int) -> LazyTensor:
         raise StoreError(msg)
     whole = (storage.nbytes() // value.dtype.itemsize,)
     base = lazy(at(FilePart(key, file, begin, whole, value.dtype)))
-    found: LazyTensor = torch.as_strided(
+    strided: Any = torch.as_strided(
         base, tuple(value.shape), value.stride(), int(value.storage_offset())
     )
-    return found
+    stored: LazyTensor = strided
+    return stored

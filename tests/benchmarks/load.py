@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import megatrain_nb as mt
 from megatrain_nb.runtime import rss
-from megatrain_nb.runtime.session import load_code
+from megatrain_nb.runtime.warmup import load_code
 
 VOCABULARY = 16384
 

@@ -80,11 +80,11 @@ def test_a_fast_disk_waits_for_packing() -> None:
 
 
 def test_what_mt_init_takes_is_taken() -> None:
-    rules = {"model.layers.0": False, "*": "4bit"}
+    rules: dict[str, bool | str] = {"model.layers.0": False, "*": "4bit"}
     plan = mt.estimate("gpt2", "cpu-laptop", optimizer_compression=rules)
     assert plan.choices.compression.asked("h.0") == "4bit"
     assert plan.choices.compression.asked("model.layers.0.w") == "raw"
-    refused: list[dict[str, Any]] = [
+    refused: list[Any] = [
         {"optimizer_compression": {"*": "lossless"}},
         {"weight_compression": "4bit"},
     ]
