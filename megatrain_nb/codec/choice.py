@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.base import get
 from megatrain_nb.codec.dynamic import Role, role_of
-from megatrain_nb.codec.names import DYNAMIC, LOSSLESS, MOMENTS, NAMES, RAW, WEIGHTS
+from megatrain_nb.codec.names import (
+    DYNAMIC,
+    EXPERIMENTAL,
+    LOSSLESS,
+    MOMENTS,
+    NAMES,
+    RAW,
+    WEIGHTS,
+)
 from megatrain_nb.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -74,6 +82,12 @@ class Compression:
                 body = Role.BODY.codecs if asked == DYNAMIC else (asked,)
                 found.update(dict.fromkeys((*body, *Role.TABLE.codecs)))
         return tuple(found)
+
+    @property
+    def experimental(self) -> tuple[str, ...]:
+        """What is asked for somewhere and is experimental."""
+        asked = dict.fromkeys(name for _, name in self.rules)
+        return tuple(name for name in asked if name in EXPERIMENTAL)
 
     @property
     def by_pattern(self) -> bool:

@@ -11,6 +11,21 @@ DYNAMIC = "dynamic"
 NAMES = ("8bit", "4bit", "3bit", "2bit", DYNAMIC)
 """What a user may ask for by name."""
 
+EXPERIMENTAL = {"2bit": 0.8, DYNAMIC: 0.8}
+"""Names whose loss was over fp32's by more than the project allows (0.5 %), in percent; see docs/codecs.md."""
+
+
+def title(name: str) -> str:
+    """Return what a person is shown for a name.
+
+    Examples
+    --------
+    >>> title("4bit"), title("2bit")
+    ('4bit', '2bit (experimental)')
+    """
+    return f"{name} (experimental)" if name in EXPERIMENTAL else name
+
+
 WEIGHTS, MOMENTS = "weights", "moments"
 """What may be packed on disk, bit for bit."""
 

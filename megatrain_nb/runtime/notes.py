@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatrain_nb.codec.names import EXPERIMENTAL
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from megatrain_nb.codec.choice import Compression
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.store.checkpoint import Checkpoint
     from megatrain_nb.store.preflight import Preflight
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 def opening_notes(
     preflight: Preflight,
     device: Device,
+    compression: Compression,
     *,
     max_vram_bytes: int | None,
     max_disk_bytes: int | None,
@@ -26,7 +29,7 @@ def opening_notes(
 
     Parameters
     ----------
-    preflight, device
+    preflight, device, compression
         Of the session.
     max_vram_bytes, max_disk_bytes
         Budgets in bytes; None for no limit.
@@ -53,6 +56,11 @@ def opening_notes(
         notes.append(
             f"max_disk_gb allows {format_bytes(max_disk_bytes)}, but only {format_bytes(preflight.free_bytes)} are free"
         )
+    notes += [
+        f'optimizer_compression="{name}" is experimental: in a small training its loss was {EXPERIMENTAL[name]} % over '
+        "that of fp32 moments (docs/codecs.md)"
+        for name in compression.experimental
+    ]
     return tuple(notes)
 
 

@@ -152,6 +152,7 @@ class Session:
         self.notes = opening_notes(
             preflight,
             device,
+            self.compression,
             max_vram_bytes=max_vram_bytes,
             max_disk_bytes=max_disk_bytes,
             reclaimed_bytes=reclaimed,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
+from megatrain_nb.codec.names import title
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -251,10 +252,10 @@ def _count_codecs(spec: ModelSpec) -> dict[str, int]:
 
 def _describe_moments(model: ModelStatus) -> str:
     counts = ", ".join(
-        f"{'fp32' if codec == 'raw' else codec} {format_count(numel)}"
+        f"{'fp32' if codec == 'raw' else title(codec)} {format_count(numel)}"
         for codec, numel in model.codecs.items()
     )
-    chosen = "chosen by error, " if model.dynamic else ""
+    chosen = "chosen by error (experimental), " if model.dynamic else ""
     return (
         f"{chosen}parameters by codec: {counts}; {model.moments_bytes_per_param:.2f} bytes per parameter, "
         f"{model.moments_ratio:.1f} times smaller than fp32 (embeddings and head 8bit at least, "

@@ -55,8 +55,8 @@ class Run:
     rate: float
     beta2: float = 0.999
     steps: int = 1000
-    batch: int = 8
-    context: int = 128
+    batch: int = 4
+    context: int = 64
     width: int = 320
     depth: int = 4
 

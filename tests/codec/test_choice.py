@@ -6,7 +6,7 @@ import pytest
 
 from megatrain_nb.codec.choice import Compression, parse_compression, safe_codec
 from megatrain_nb.codec.dynamic import Role
-from megatrain_nb.codec.names import NAMES
+from megatrain_nb.codec.names import NAMES, title
 from megatrain_nb.errors import ArgumentError
 
 
@@ -17,6 +17,13 @@ def test_one_for_all(name: str) -> None:
     assert str(found) == name
     assert bool(found)
     assert parse_compression(found) is found
+
+
+def test_what_is_experimental_says_so() -> None:
+    found = parse_compression({"a": "4bit", "b": "2bit", "c": "2bit", "d": True})
+    assert found.experimental == ("2bit", "dynamic")
+    assert parse_compression("3bit").experimental == ()
+    assert [title(name) for name in ("3bit", "2bit")] == ["3bit", "2bit (experimental)"]
 
 
 def test_true_and_false() -> None:

@@ -678,3 +678,14 @@ def test_no_session(tmp_path: Path) -> None:
     for use in (lambda: mt.wrap(TinyLM()), lambda: mt.from_config(None)):
         with pytest.raises(mt.SessionError, match=r"mt\.init"):
             use()
+
+
+@pytest.mark.parametrize(
+    ("asked", "warned"), [("2bit", ["2bit"]), (True, ["dynamic"]), ("4bit", [])]
+)
+def test_what_is_experimental_is_noted(
+    asked: Any, warned: list[str], tmp_path: Path
+) -> None:
+    with mt.init(tmp_path, max_ram_gb=0.1, optimizer_compression=asked) as session:
+        notes = [note for note in session.notes if "experimental" in note]
+        assert [note.split('"')[1] for note in notes] == warned
