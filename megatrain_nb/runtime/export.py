@@ -237,8 +237,10 @@ class _Reading:
         pack, dtype = self._after.pop(self._pack_of[leaf.name], (None, None))
         if pack is None:
             return
-        pager = self._offloaded.pager  # type: ignore[union-attr]
-        if not pager.is_due(pack):
+        offloaded = self._offloaded
+        assert offloaded is not None
+        pager = offloaded.pager
+        if not pager.is_due(pack) and pack not in offloaded.executor.tail:
             split = pager.packs[pack].split and dtype == torch.float32
             for what in master_of(pager.packs[pack]) if split else (What.WEIGHTS,):
                 pager.fetch(pack, what)
