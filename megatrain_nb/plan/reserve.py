@@ -6,6 +6,8 @@ from __future__ import annotations
 _FIRST_GUESS = 0.25
 _MARGIN = 1.05
 _KEPT_SHARE = 0.8
+# A process grows by a few pages now and then, whatever it does: no reason for another plan.
+GRAIN_BYTES = 64 << 10
 
 
 def first_guess(budget_bytes: int) -> int:

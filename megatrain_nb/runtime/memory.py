@@ -18,7 +18,12 @@ from megatrain_nb.plan.memory import (
     working_bytes,
 )
 from megatrain_nb.plan.own import SPREAD_BYTES
-from megatrain_nb.plan.reserve import first_guess, still_fits, with_margin
+from megatrain_nb.plan.reserve import (
+    GRAIN_BYTES,
+    first_guess,
+    still_fits,
+    with_margin,
+)
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.foresee import Foresight
@@ -226,16 +231,17 @@ class ModelMemory:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
         keeping = self._offloaded.executor.keeping
         first = prefers_kept(self._least_seconds, now=self._keep_first)
-        measured = with_margin(self._session.other_peak_bytes())
+        peak = self._session.other_peak_bytes()
+        measured = with_margin(peak)
         in_ram = not self._offloaded.share.holds_activations
         kept = keeping.restart_peak() if in_ram else 0
         changed = first != self._keep_first
         if kept:
             # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
             # grows, and only keeping gives way to it: so the plan comes to rest.
-            beside = measured - kept - self.reserved_bytes
-            changed |= beside > self._keep_beside
-            self._keep_beside = max(self._keep_beside, beside)
+            if peak - kept - self.reserved_bytes > self._keep_beside + GRAIN_BYTES:
+                self._keep_beside = measured - kept - self.reserved_bytes
+                changed = True
             measured = self.reserved_bytes
         if keeping.wanted_bytes > self._keep_wanted:
             self._keep_wanted = with_margin(keeping.wanted_bytes)

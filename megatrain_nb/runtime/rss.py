@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -41,6 +45,29 @@ class PeakMeter:
     def read(self) -> int:
         """Return the peak in bytes; 0 where the kernel does not say."""
         return max(self._seen, _field("VmHWM:"))
+
+
+class OtherMeter:
+    """The most resident bytes beside memory that comes and goes and is counted elsewhere, such as a pool's."""
+
+    def __init__(self) -> None:
+        self._meter = PeakMeter()
+        self._most = 0
+
+    @contextmanager
+    def changing(self, counted_bytes: int) -> Iterator[None]:
+        """Let that other memory, which had this size until now, change inside."""
+        self._most = max(self._most, self._meter.read() - counted_bytes)
+        try:
+            yield
+        finally:
+            self._meter.restart()
+
+    def restart(self, counted_bytes: int) -> int:
+        """Return the most since the last call, in bytes, and forget it; the other memory has this size now."""
+        with self.changing(counted_bytes):
+            most, self._most = self._most, 0
+        return most
 
 
 _meters: weakref.WeakSet[PeakMeter] = weakref.WeakSet()

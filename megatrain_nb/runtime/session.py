@@ -159,7 +159,6 @@ class Session:
         )
         if found:
             self.note(describe_found(found, self._lock.left_at_step))
-        self._peak = rss.PeakMeter()
         self._watch = RamWatch(self.max_ram_bytes, self.note)
 
     def _open_store(self, pinned: list[Manifest]) -> None:
@@ -167,11 +166,13 @@ class Session:
         packing = bool(self.packed) or any(each.packed for each in pinned)
         load_code(self.compression, packing=packing)
         self._base_bytes = rss.resident_bytes()
+        self._other = rss.OtherMeter()
         self._page_lock = pinned_pages(self.device)
         self.pool = HostPool(
             self.max_ram_bytes,
             page_lock=self._page_lock,
             locked=frozenset({What.WEIGHTS.value, What.GRADS.value}),
+            changing=self._other.changing,
         )
         self.store = DiskStore(
             self.preflight.path,
@@ -417,9 +418,7 @@ class Session:
 
     def other_peak_bytes(self) -> int:
         """Estimate the most RAM that everything but the pool took since the last call, above the session's start."""
-        peak = self._peak.read()
-        self._peak.restart()
-        return max(0, peak - self._base_bytes - self.pool.mapped_bytes)
+        return max(0, self._other.restart(self.pool.mapped_bytes) - self._base_bytes)
 
     # -- what a person sees --------------------------------------------------------------------------------
 

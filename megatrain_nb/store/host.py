@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections import Counter
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -19,7 +19,12 @@ from megatrain_nb.store.base import round_up
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from numpy.typing import DTypeLike, NDArray
+
+    Changing = Callable[[int], AbstractContextManager[None]]
 
 _HUGE_BYTES = 2 << 20
 _TAKEN, _FREE, _GONE = "taken", "given back", "unmapped"
@@ -140,6 +145,8 @@ class HostPool:
         fails they are used as they are.
     locked
         What slabs are taken for that a device copies from and to.
+    changing
+        Entered with the mapped bytes while they change: who measures the process can tell what of it is the pool's.
 
     Notes
     -----
@@ -154,7 +161,9 @@ class HostPool:
         poison: bool = False,
         page_lock: PageLock | None = None,
         locked: frozenset[str] = frozenset(),
+        changing: Changing = lambda _: nullcontext(),
     ) -> None:
+        self._changing = changing
         self._page_lock = page_lock
         self._locked = locked
         self._pinned_bytes = 0
@@ -310,7 +319,8 @@ class HostPool:
 
     def _map(self, size: int, what: str) -> Slab:
         try:
-            return Slab(size, what)
+            with self._changing(self._in_use_bytes + self._free_bytes):
+                return Slab(size, what)
         except (OSError, MemoryError) as error:
             why = getattr(error, "strerror", None) or "out of memory"
             msg = (
@@ -326,7 +336,8 @@ class HostPool:
             sizes = [size for size, slabs in self._free.items() if slabs]
             enough = [size for size in sizes if size >= nbytes]
             size = min(enough) if enough else max(sizes)
-            self._unmap(self._free[size].pop(), discard=True)
+            with self._changing(self._in_use_bytes + self._free_bytes):
+                self._unmap(self._free[size].pop(), discard=True)
             self._free_bytes -= size
             nbytes -= size
 

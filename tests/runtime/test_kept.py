@@ -339,9 +339,7 @@ def test_what_is_held_stays_within_the_limit_and_the_plan_comes_to_rest(
         for step in range(6):
             window_step(model, optimizer, step)
             seen.append((offloaded.memory.residency.keep_bytes, keeping._chosen))
-        # How many bytes are set aside moves with the process's pages, which are not all the model's.
-        assert len({chosen for _, chosen in seen[2:]}) == 1, seen
-        assert seen[-1][0] - seen[2][0] < 64 * 1024, seen
+        assert len(set(seen[2:])) == 1, seen
         kept = [index for index in seen[-1][1] if keeping._num_bytes[index]]
         layers = keeping._num_bytes[1]
         assert len(kept) >= min(max_kept // layers, 3)
