@@ -203,8 +203,11 @@ def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkp
         if not file.path.is_file():
             msg = f"{path} names {name}, which is not in {folder}; fetch the missing shard again"
             raise StoreError(msg)
-        read = _read_header if name.endswith(".safetensors") else _read_bin
-        tensors = read(file, most_bytes)
+        tensors = (
+            open_file(file)
+            if name.endswith(".safetensors")
+            else _read_bin(file, most_bytes)
+        )
         for key, wanted in weight_map.items():
             if wanted == name and key not in tensors:
                 msg = f"{path} says that {key!r} is in {name}, and it is not; the folder is not whole"
@@ -212,17 +215,6 @@ def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkp
         found.update({key: x for key, x in tensors.items()
                       if weight_map.get(key, name) == name})  # fmt: skip
     return Checkpoint(found, files)
-
-
-def open_file(file: File) -> dict[str, LazyTensor]:
-    """Return the tensors of one safetensors file.
-
-    Raises
-    ------
-    StoreError
-        It is missing or damaged.
-    """
-    return _read_header(file, 0)
 
 
 def _with_variant(name: str, variant: str | None) -> str:
@@ -253,8 +245,14 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(file: File, _: int) -> dict[str, LazyTensor]:
-    """Return the tensors of a safetensors file, each checked against the file's length."""
+def open_file(file: File) -> dict[str, LazyTensor]:
+    """Return the tensors of one safetensors file, each checked against the file's length.
+
+    Raises
+    ------
+    StoreError
+        It is missing or damaged.
+    """
     path, size = file.path, file.num_bytes()
     start = bytearray(8)
     if size < 8:
