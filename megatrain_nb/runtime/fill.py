@@ -91,6 +91,8 @@ def fill(offloaded: OffloadedModel, origins: dict[nn.Parameter, Origin]) -> None
                 home, source = offloaded.layers.homes[param], offloaded.source(param)
                 if nodes[param] is node_of(param):
                     origins[param] = nodes[param]
+                    # Else the parameter would hold its file.
+                    del param._node  # type: ignore[attr-defined]
                 elif filling.mapped.holds(param):
                     origins[param] = param.data
                 stream_parameter(param, source, offloaded.device, home.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import weakref
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,7 +48,7 @@ OLD, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 @dataclass(eq=False)
 class File:
-    """A file that tensors are read from; open from the first read until `close`."""
+    """A file that tensors are read from; open from the first read until `close`, or until nobody holds it."""
 
     path: Path
     _number: int | None = field(default=None, init=False)
@@ -63,7 +64,9 @@ class File:
         done = 0
         try:
             if self._number is None:
-                self._number = os.open(self.path, os.O_RDONLY)
+                number = os.open(self.path, os.O_RDONLY)
+                self._closing = weakref.finalize(self, os.close, number)
+                self._number = number
             while done < len(data):
                 count = os.preadv(self._number, [data[done:]], offset + done)
                 if count == 0:
@@ -87,7 +90,7 @@ class File:
     def close(self) -> None:
         """Close it; a second call does nothing."""
         if self._number is not None:
-            os.close(self._number)
+            self._closing()
             self._number = None
 
 

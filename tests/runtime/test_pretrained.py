@@ -322,7 +322,9 @@ def test_a_model_that_accelerate_keeps_elsewhere(
             cpu_offload(model, execution_device="cpu")
     assert any(param.is_meta for param in model.parameters())
     with opened(tmp_path / "store", "disk"):
+        before = set(Path("/proc/self/fd").iterdir())
         model, optimizer = mt.wrap(model)
+        assert set(Path("/proc/self/fd").iterdir()) <= before, "files stay open"
         assert not any(hasattr(module, "_hf_hook") for module in model.modules())
         check(model, plain, "llama")
         mt.train_step(model.train(), optimizer, [make_batch("llama", 0)])
