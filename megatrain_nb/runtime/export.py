@@ -30,13 +30,12 @@ from megatrain_nb.runtime.lazy import (
     cast,
     lazy,
     leaves,
-    node_of,
     num_bytes,
     value,
     whole,
 )
 from megatrain_nb.runtime.piece import What, master_of
-from megatrain_nb.runtime.shards import DTYPES, SAFE_INDEX, InRam
+from megatrain_nb.runtime.shards import DTYPES, SAFE_INDEX, tree_of
 from megatrain_nb.runtime.source import MasterSource, PieceSource
 from megatrain_nb.runtime.tensor import source_of
 from megatrain_nb.units import format_bytes, parse_size
@@ -165,7 +164,7 @@ def _tensors(model: nn.Module, dtype: torch.dtype | None) -> dict[str, LazyTenso
 
 def _lazy(name: str, tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
     shape, source = tuple(tensor.shape), source_of(tensor)
-    node: Node = node_of(tensor) or at(InRam(name, tensor, shape))
+    node = tree_of(name, tensor)
     if isinstance(source, PieceSource):
         exact = source.master() if dtype == torch.float32 else source
         assert isinstance(exact, PieceSource | MasterSource)

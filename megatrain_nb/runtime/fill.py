@@ -31,7 +31,6 @@ from megatrain_nb.runtime.lazy import (
     Node,
     Place,
     Whole,
-    at,
     leaves,
     make_lazy,
     make_plain,
@@ -42,7 +41,7 @@ from megatrain_nb.runtime.lazy import (
     value,
 )
 from megatrain_nb.runtime.piece import What, master_of
-from megatrain_nb.runtime.shards import FilePart, InRam
+from megatrain_nb.runtime.shards import FilePart, tree_of
 from megatrain_nb.runtime.tensor import (
     StreamedParameter,
     plain_parameter,
@@ -78,7 +77,7 @@ def fill(offloaded: OffloadedModel, origins: dict[nn.Parameter, Origin]) -> None
     packs: dict[int, list[nn.Parameter]] = {}
     for param, home in offloaded.layers.homes.items():
         packs.setdefault(home.pack.index, []).append(param)
-    nodes = {param: _node(param, home.spec.name) for param, home in offloaded.layers.homes.items()}  # fmt: skip
+    nodes = {param: tree_of(home.spec.name, param) for param, home in offloaded.layers.homes.items()}  # fmt: skip
     total = sum(num_bytes(leaf) for node in nodes.values() for leaf in leaves(node))
     with (
         tqdm(total=total, unit="B", unit_scale=True, desc="Loading", delay=2, leave=False) as bar,
@@ -158,10 +157,6 @@ class Mapped:
         ctypes.CDLL(None).madvise(
             ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_PAGEOUT
         )
-
-
-def _node(param: nn.Parameter, name: str) -> Node:
-    return node_of(param) or at(InRam(name, param, tuple(param.shape)))
 
 
 class _Filling:

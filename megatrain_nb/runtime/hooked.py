@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.runtime.lazy import at, lazy
-from megatrain_nb.runtime.shards import File, FilePart, InRam, open_file
+from megatrain_nb.runtime.shards import File, FilePart, open_file, tree_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -91,8 +91,7 @@ def _find(
     in_ram = weights if isinstance(weights, dict) else getattr(weights, "state_dict", {})  # fmt: skip
     known = getattr(weights, "index", {}).get(name)
     if name in in_ram:
-        value = in_ram[name]
-        found = lazy(at(InRam(name, value, tuple(value.shape))))
+        found = lazy(tree_of(name, in_ram[name]))
     elif known is not None and known.get("safetensors_file"):
         tensors = opened(known["safetensors_file"])
         found = tensors[known.get("weight_name", name)]

@@ -22,13 +22,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_nb.errors import ArgumentError, StoreError
-from megatrain_nb.runtime.lazy import LazyTensor, at, lazy
+from megatrain_nb.runtime.lazy import LazyTensor, at, lazy, node_of, num_bytes
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatrain_nb.runtime.lazy import Shape
+    from megatrain_nb.runtime.lazy import Node, Shape
 
 # The safetensors format (https://github.com/huggingface/safetensors, "Format"). Its library opens a file as memory,
 # and does not say where in it a tensor is; here the bytes are read into the place where they belong.
@@ -104,11 +104,6 @@ class FilePart:
     shape: Shape
     dtype: torch.dtype
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
     @contextmanager
     def read(self, start: int, stop: int) -> Iterator[Tensor]:
         """Give elements ``start`` to ``stop``, a flat tensor of its own."""
@@ -150,6 +145,11 @@ class InRam:
         """Return a stretch of it that begins at element ``offset``."""
         flat = self.values.detach().reshape(-1)
         return InRam(self.name, flat[offset : offset + math.prod(shape)], shape)
+
+
+def tree_of(name: str, tensor: Tensor) -> Node:
+    """Return a tensor as a tree: that of a lazy one, or its values in RAM."""
+    return node_of(tensor) or at(InRam(name, tensor, tuple(tensor.shape)))
 
 
 @dataclass
@@ -280,11 +280,11 @@ def open_file(file: File) -> dict[str, LazyTensor]:
         raise StoreError(msg)
     parts = {key: _part(file, key, entry, 8 + length) for key, entry in header.items()}
     end = 8 + length
-    for part in sorted(parts.values(), key=lambda x: (x.offset_bytes, x.num_bytes)):
+    for part in sorted(parts.values(), key=lambda x: (x.offset_bytes, num_bytes(x))):
         if part.offset_bytes != end:
             msg = f"{path}: {part.name} begins at byte {part.offset_bytes} and the one before ends at {end}; it is damaged"
             raise StoreError(msg)
-        end += part.num_bytes
+        end += num_bytes(part)
     if end != size:
         what = "truncated" if end > size else "damaged"
         msg = f"{path} is {what}: its tensors end at byte {end}, the file is {size} bytes long; fetch it again"
@@ -366,7 +366,7 @@ def _read_bin(file: File, most_bytes: int) -> dict[str, LazyTensor]:
             msg = f"{path}: {key!r} is a {type(value).__name__}, not a tensor"
             raise StoreError(msg)
         if not zipped:
-            found[key] = lazy(at(InRam(key, value, tuple(value.shape))))
+            found[key] = lazy(tree_of(key, value))
             continue
         found[key] = _stored(file, key, value, size)
     return found
