@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,8 +42,10 @@ from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from megatrain_nb.runtime.lazy import LazyTensor, Node, Shape, Whole
+    from megatrain_nb.runtime.pager import Pager
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES = 16 * 2**20
@@ -244,15 +246,12 @@ class _Reading:
             for what in master_of(pager.packs[pack]) if split else (What.WEIGHTS,):
                 pager.fetch(pack, what)
 
-    @contextmanager
-    def _room(self, needed: Whole) -> Iterator[None]:
+    def _room(self, needed: Whole) -> AbstractContextManager[object]:
         """Let the pool keep room for what is computed beside it."""
-        with ExitStack() as room:
-            if self._offloaded is not None:
-                pager = self._offloaded.pager
-                slab = pager.borrow(needed.scratch_bytes, "converting weights")
-                room.callback(pager.pool.give, slab)
-            yield
+        if self._offloaded is None:
+            return nullcontext()
+        pager: Pager = self._offloaded.pager
+        return pager.room(needed.scratch_bytes, "converting weights")
 
 
 def _write_shard(path: Path, shard: dict[str, LazyTensor], reading: _Reading, bar: tqdm[Any]) -> None:  # fmt: skip

@@ -13,7 +13,6 @@ import mmap
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -205,10 +204,12 @@ class _Filling:
         what = place.what
         if isinstance(what, Whole):
             self._finish(0)
-            with self._room(what):
+            read = list(leaves(what.node))
+            converting = f"converting {read[0].name}"
+            with self._offloaded.pager.room(what.scratch_bytes, converting):
                 values = value(what.node)
                 _put(values.reshape(-1), place.target)
-            self._bar.update(sum(num_bytes(leaf) for leaf in leaves(what.node)))
+            self._bar.update(sum(num_bytes(leaf) for leaf in read))
             return
         for start, stop, views in _chunks(what, place.target):
             self._chunk(what, start, stop, views)
@@ -241,17 +242,6 @@ class _Filling:
         while len(self._waiting) > left:
             read, done = self._waiting.popleft()
             done(read.result())
-
-    @contextmanager
-    def _room(self, whole: Whole) -> Iterator[None]:
-        """Let the pool keep room for what is computed beside it; it is never touched, so it takes no memory."""
-        leaf = next(leaves(whole.node))
-        pager = self._offloaded.pager
-        slab = pager.borrow(whole.scratch_bytes, f"converting {leaf.name}")
-        try:
-            yield
-        finally:
-            pager.pool.give(slab)
 
 
 def _read(leaf: FilePart, start: int, stop: int) -> Tensor:

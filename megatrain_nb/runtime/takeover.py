@@ -330,12 +330,9 @@ def _take_encoded(
 ) -> None:
     """Encode both moments together; that they are more than one parameter, the session's budget bears."""
     spec = offloaded.layers.homes[param].spec
-    slab = offloaded.pager.borrow(8 * spec.numel, "moments to encode")
-    try:
+    with offloaded.pager.room(8 * spec.numel, "moments to encode") as slab:
         pair = slab.view(np.float32, 0, 2 * spec.numel).reshape(2, spec.numel)
         both = [torch.from_numpy(row).view(spec.shape) for row in pair]
         for values, what in zip(both, MOMENTS, strict=True):
             found.read_into(f"{head}.{what.value}", values)
         offloaded.adam.set_moments(param, *both)
-    finally:
-        offloaded.pager.pool.give(slab)
