@@ -24,13 +24,13 @@ from megatrain_nb.runtime.folder import put_in_place, recover, staged, weight_na
 from megatrain_nb.runtime.layers import parse_dtype
 from megatrain_nb.runtime.lazy import (
     At,
-    Cast,
     Joined,
     at,
     cast,
     lazy,
     leaves,
     num_bytes,
+    under_casts,
     value,
     whole,
 )
@@ -194,9 +194,9 @@ class _Reading:
     def __init__(self, model: nn.Module, shards: list[dict[str, LazyTensor]]) -> None:
         self._offloaded = getattr(model, "_megatrain", None)
         homes = {} if self._offloaded is None else self._offloaded.layers.homes
-        pack_of = {home.spec.name: home.pack for home in homes.values()}
+        self._pack_of = {home.spec.name: home.pack.index for home in homes.values()}
         order = [
-            (pack_of[leaf.name].index, leaf.dtype)
+            (self._pack_of[leaf.name], leaf.dtype)
             for shard in shards
             for tensor in shard.values()
             for leaf in leaves(tensor._node)
@@ -206,7 +206,6 @@ class _Reading:
             pack: after for (pack, _), after in pairwise(order)
             if pack != after[0]
         }  # fmt: skip
-        self._pack_of = {name: pack.index for name, pack in pack_of.items()}
 
     def __enter__(self) -> _Reading:
         return self
@@ -217,8 +216,7 @@ class _Reading:
 
     def pieces(self, node: Node) -> Iterator[Tensor]:
         """Yield a tensor's values, flat and in order, some MB at a time."""
-        while isinstance(node, Cast):
-            node = node.child
+        node = under_casts(node)
         if isinstance(node, At):
             leaf = node.leaf
             if isinstance(leaf, Stored):
@@ -242,8 +240,8 @@ class _Reading:
         assert offloaded is not None
         pager = offloaded.pager
         if not pager.is_due(pack) and pack not in offloaded.executor.tail:
-            split = pager.packs[pack].split and dtype == torch.float32
-            for what in master_of(pager.packs[pack]) if split else (What.WEIGHTS,):
+            exact = dtype == torch.float32
+            for what in master_of(pager.packs[pack]) if exact else (What.WEIGHTS,):
                 pager.fetch(pack, what)
 
     def _room(self, needed: Whole) -> AbstractContextManager[object]:

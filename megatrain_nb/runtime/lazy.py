@@ -327,7 +327,7 @@ def _noted(
 
 def _meta_of(node: Node) -> Tensor:
     """Return a tensor without memory; of a view with its strides in what it is a view of."""
-    inner = _under_casts(node)
+    inner = under_casts(node)
     if not isinstance(inner, View):
         return torch.empty(node.shape, dtype=node.dtype, device="meta")
     numel = math.prod(inner.child.shape)
@@ -391,14 +391,15 @@ def _equal(one: Any, other: Any) -> bool:
     return True
 
 
-def _under_casts(node: Node) -> Node:
+def under_casts(node: Node) -> Node:
+    """Return what is cast, see [Note: casts that lose]."""
     while isinstance(node, Cast):
         node = node.child
     return node
 
 
 def _leaf_under(node: Node) -> Leaf | None:
-    inner = _under_casts(node)
+    inner = under_casts(node)
     return inner.leaf if isinstance(inner, At) else None
 
 
