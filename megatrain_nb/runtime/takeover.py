@@ -130,10 +130,9 @@ def _head_of(names: list[str], found: Folder) -> str:
     """Return what the keys of the model's tensors begin with."""
     first = names[0]
     keys = [key for key in found.tensors if key == first or key.endswith(f".{first}")]
-    heads = {key.removesuffix(first) for key in keys}
-    fits = sorted(h for h in heads if sum(h + name in found.tensors for name in names))
-    whole = [h for h in fits if all(h + name in found.tensors for name in names)]
-    heads_left = whole or fits
+    heads = sorted(key.removesuffix(first) for key in keys)
+    whole = [h for h in heads if all(h + name in found.tensors for name in names)]
+    heads_left = whole or heads
     if len(heads_left) == 1:
         return heads_left[0]
     if not heads_left:
