@@ -24,7 +24,7 @@ from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.dcp import Lazy, LazyPlanner, write_folder
 from megatrain_nb.runtime.layers import parse_dtype
-from megatrain_nb.runtime.offload import offloaded_model
+from megatrain_nb.runtime.offload import required_model
 from megatrain_nb.runtime.piece import MOMENTS, What
 from megatrain_nb.runtime.source import MomentSource
 from megatrain_nb.store.checkpoint import sync_directory
@@ -246,10 +246,7 @@ def model_of(model: nn.Module | None) -> OffloadedModel:
     """
     session = require_session()
     if model is not None:
-        offloaded = offloaded_model(model)
-        if offloaded is None:
-            msg = f"{type(model).__name__} is not in a session; call mt.wrap(model) after mt.init(...)"
-            raise ModelError(msg)
+        offloaded = required_model(model)
         offloaded.executor.check_usable()
         return offloaded
     models = session.models.usable()
