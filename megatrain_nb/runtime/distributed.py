@@ -23,7 +23,7 @@ from megatrain_nb.runtime.checkpoint import check_between_steps
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.dcp import Lazy, LazyPlanner, write_folder
-from megatrain_nb.runtime.layers import parse_dtype
+from megatrain_nb.runtime.layers import names_of, parse_dtype
 from megatrain_nb.runtime.offload import required_model
 from megatrain_nb.runtime.piece import MOMENTS, What
 from megatrain_nb.runtime.source import MomentSource
@@ -254,11 +254,6 @@ def model_of(model: nn.Module | None) -> OffloadedModel:
         msg = f"{len(models)} models are in the session; say which one: model=..."
         raise ArgumentError(msg)
     return models[0]
-
-
-def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the name of each parameter, of a tied one the first."""
-    return {param: name for name, param in model.named_parameters()}
 
 
 def trained(offloaded: OffloadedModel) -> list[nn.Parameter]:

@@ -23,11 +23,11 @@ from megatrain_nb.runtime.dcpread import Folder
 from megatrain_nb.runtime.distributed import (
     SETTINGS,
     model_of,
-    names_of,
     state_entries,
     trained,
 )
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.layers import names_of
 from megatrain_nb.runtime.piece import MOMENTS
 from megatrain_nb.runtime.source import MomentSource
 
