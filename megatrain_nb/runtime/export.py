@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.runtime.folder import put_in_place, recover, staged, weight_names
@@ -35,6 +34,7 @@ from megatrain_nb.runtime.lazy import (
     whole,
 )
 from megatrain_nb.runtime.piece import What, master_of
+from megatrain_nb.runtime.progress import byte_bar
 from megatrain_nb.runtime.shards import DTYPES, SAFE_INDEX, tree_of
 from megatrain_nb.runtime.source import MasterSource, PieceSource
 from megatrain_nb.runtime.tensor import source_of
@@ -43,6 +43,8 @@ from megatrain_nb.units import format_bytes, parse_size
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
+
+    from tqdm.auto import tqdm
 
     from megatrain_nb.runtime.lazy import LazyTensor, Node, Shape, Whole
     from megatrain_nb.runtime.pager import Pager
@@ -106,10 +108,7 @@ def save_pretrained(
         recover(directory)
         with staged(directory) as folder:
             names = weight_names(directory, len(shards))
-            with (
-                tqdm(total=total, unit="B", unit_scale=True, desc="Saving", delay=2, leave=False) as bar,
-                _Reading(model, shards) as reading,
-            ):  # fmt: skip
+            with byte_bar(total, "Saving") as bar, _Reading(model, shards) as reading:
                 for shard, name in zip(shards, names, strict=True):
                     _write_shard(folder / name, shard, reading, bar)
             if len(names) > 1:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from megatrain_nb.codec.split import Split, split
 from megatrain_nb.runtime.interrupts import interrupts_wait
@@ -40,6 +39,7 @@ from megatrain_nb.runtime.lazy import (
     value,
 )
 from megatrain_nb.runtime.piece import What, master_of
+from megatrain_nb.runtime.progress import byte_bar
 from megatrain_nb.runtime.shards import FilePart, tree_of
 from megatrain_nb.runtime.tensor import (
     StreamedParameter,
@@ -49,6 +49,8 @@ from megatrain_nb.runtime.tensor import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tqdm.auto import tqdm
 
     from megatrain_nb.plan.model import PackSpec
     from megatrain_nb.runtime.layers import Layers
@@ -78,10 +80,7 @@ def fill(offloaded: OffloadedModel, origins: dict[nn.Parameter, Origin]) -> None
         packs.setdefault(home.pack.index, []).append(param)
     nodes = {param: tree_of(home.spec.name, param) for param, home in offloaded.layers.homes.items()}  # fmt: skip
     total = sum(num_bytes(leaf) for node in nodes.values() for leaf in leaves(node))
-    with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="Loading", delay=2, leave=False) as bar,
-        _Filling(offloaded, bar) as filling,
-    ):  # fmt: skip
+    with byte_bar(total, "Loading") as bar, _Filling(offloaded, bar) as filling:
         for index, params in packs.items():
             pack = offloaded.layers.spec.packs[index]
             filling.pack(pack, {param: nodes[param] for param in params})

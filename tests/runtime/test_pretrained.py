@@ -16,7 +16,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import fill, shards
+from megatrain_nb.runtime import fill, progress, shards
 from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.piece import What
@@ -622,7 +622,7 @@ def test_progress(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             super().__init__(**kwargs, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
             bars.append(self)
 
-    monkeypatch.setattr(fill, "tqdm", Bar)
+    monkeypatch.setattr(progress, "tqdm", Bar)
     with opened(tmp_path / "store", "disk"):
         mt.from_pretrained(auto_class("llama"), saved)
     [bar] = bars
