@@ -206,16 +206,8 @@ class _Into(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.found = torch.load(value, weights_only=True)
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        values = self._values
-        for dim, (offset, length) in enumerate(
-            zip(read_item.dest_offsets, read_item.lengths, strict=True)
-        ):
-            values = values.narrow(dim, offset, length)
-        return values
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._values
 
 
 class _Part(io.RawIOBase):

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from megatrain_nb.errors import ArgumentError, MegatrainError, ModelError, StoreError
 from megatrain_nb.runtime.checkpoint import check_between_steps
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.dcp import Lazy, LazyPlanner, write_folder
-from megatrain_nb.runtime.layers import parse_dtype
-from megatrain_nb.runtime.offload import offloaded_model
+from megatrain_nb.runtime.layers import names_of, parse_dtype
+from megatrain_nb.runtime.offload import required_model
 from megatrain_nb.runtime.piece import MOMENTS, What
+from megatrain_nb.runtime.progress import byte_bar
 from megatrain_nb.runtime.source import MomentSource
 from megatrain_nb.store.checkpoint import sync_directory
 from megatrain_nb.units import format_bytes
@@ -107,15 +107,12 @@ def export_distributed(
         offloaded.finish_updates()
         state_dict, lazy, aliases = _state_dict(offloaded, wanted)
         total = sum(each.nbytes for each in lazy.values())
-        bar = partial(
-            tqdm, unit="B", unit_scale=True, desc="Exporting", delay=2, leave=False
-        )
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             folder.parent.mkdir(parents=True, exist_ok=True)
             _check_room(folder.parent, total)
-            with bar(total=total) as progress:
-                planner = LazyPlanner(lazy, aliases, progress.update)
+            with byte_bar(total, "Exporting") as bar:
+                planner = LazyPlanner(lazy, aliases, bar.update)
                 write_folder(temporary, state_dict, planner)
             sync_directory(temporary)
             temporary.rename(folder)
@@ -246,10 +243,7 @@ def model_of(model: nn.Module | None) -> OffloadedModel:
     """
     session = require_session()
     if model is not None:
-        offloaded = offloaded_model(model)
-        if offloaded is None:
-            msg = f"{type(model).__name__} is not in a session; call mt.wrap(model) after mt.init(...)"
-            raise ModelError(msg)
+        offloaded = required_model(model)
         offloaded.executor.check_usable()
         return offloaded
     models = session.models.usable()
@@ -257,11 +251,6 @@ def model_of(model: nn.Module | None) -> OffloadedModel:
         msg = f"{len(models)} models are in the session; say which one: model=..."
         raise ArgumentError(msg)
     return models[0]
-
-
-def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the name of each parameter, of a tied one the first."""
-    return {param: name for name, param in model.named_parameters()}
 
 
 def trained(offloaded: OffloadedModel) -> list[nn.Parameter]:

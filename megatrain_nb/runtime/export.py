@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,34 +17,37 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.runtime.folder import put_in_place, recover, staged, weight_names
 from megatrain_nb.runtime.layers import parse_dtype
 from megatrain_nb.runtime.lazy import (
     At,
-    Cast,
     Joined,
     at,
     cast,
     lazy,
     leaves,
-    node_of,
     num_bytes,
+    under_casts,
     value,
     whole,
 )
 from megatrain_nb.runtime.piece import What, master_of
-from megatrain_nb.runtime.shards import DTYPES, SAFE_INDEX, InRam
+from megatrain_nb.runtime.progress import byte_bar
+from megatrain_nb.runtime.shards import DTYPES, SAFE_INDEX, tree_of
 from megatrain_nb.runtime.source import MasterSource, PieceSource
 from megatrain_nb.runtime.tensor import source_of
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from tqdm.auto import tqdm
 
     from megatrain_nb.runtime.lazy import LazyTensor, Node, Shape, Whole
+    from megatrain_nb.runtime.pager import Pager
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES = 16 * 2**20
@@ -105,10 +108,7 @@ def save_pretrained(
         recover(directory)
         with staged(directory) as folder:
             names = weight_names(directory, len(shards))
-            with (
-                tqdm(total=total, unit="B", unit_scale=True, desc="Saving", delay=2, leave=False) as bar,
-                _Reading(model, shards) as reading,
-            ):  # fmt: skip
+            with byte_bar(total, "Saving") as bar, _Reading(model, shards) as reading:
                 for shard, name in zip(shards, names, strict=True):
                     _write_shard(folder / name, shard, reading, bar)
             if len(names) > 1:
@@ -165,7 +165,7 @@ def _tensors(model: nn.Module, dtype: torch.dtype | None) -> dict[str, LazyTenso
 
 def _lazy(name: str, tensor: Tensor, dtype: torch.dtype) -> LazyTensor:
     shape, source = tuple(tensor.shape), source_of(tensor)
-    node: Node = node_of(tensor) or at(InRam(name, tensor, shape))
+    node = tree_of(name, tensor)
     if isinstance(source, PieceSource):
         exact = source.master() if dtype == torch.float32 else source
         assert isinstance(exact, PieceSource | MasterSource)
@@ -193,9 +193,9 @@ class _Reading:
     def __init__(self, model: nn.Module, shards: list[dict[str, LazyTensor]]) -> None:
         self._offloaded = getattr(model, "_megatrain", None)
         homes = {} if self._offloaded is None else self._offloaded.layers.homes
-        pack_of = {home.spec.name: home.pack for home in homes.values()}
+        self._pack_of = {home.spec.name: home.pack.index for home in homes.values()}
         order = [
-            (pack_of[leaf.name].index, leaf.dtype)
+            (self._pack_of[leaf.name], leaf.dtype)
             for shard in shards
             for tensor in shard.values()
             for leaf in leaves(tensor._node)
@@ -205,7 +205,6 @@ class _Reading:
             pack: after for (pack, _), after in pairwise(order)
             if pack != after[0]
         }  # fmt: skip
-        self._pack_of = {name: pack.index for name, pack in pack_of.items()}
 
     def __enter__(self) -> _Reading:
         return self
@@ -216,8 +215,7 @@ class _Reading:
 
     def pieces(self, node: Node) -> Iterator[Tensor]:
         """Yield a tensor's values, flat and in order, some MB at a time."""
-        while isinstance(node, Cast):
-            node = node.child
+        node = under_casts(node)
         if isinstance(node, At):
             leaf = node.leaf
             if isinstance(leaf, Stored):
@@ -241,19 +239,16 @@ class _Reading:
         assert offloaded is not None
         pager = offloaded.pager
         if not pager.is_due(pack) and pack not in offloaded.executor.tail:
-            split = pager.packs[pack].split and dtype == torch.float32
-            for what in master_of(pager.packs[pack]) if split else (What.WEIGHTS,):
+            exact = dtype == torch.float32
+            for what in master_of(pager.packs[pack]) if exact else (What.WEIGHTS,):
                 pager.fetch(pack, what)
 
-    @contextmanager
-    def _room(self, needed: Whole) -> Iterator[None]:
+    def _room(self, needed: Whole) -> AbstractContextManager[object]:
         """Let the pool keep room for what is computed beside it."""
-        with ExitStack() as room:
-            if self._offloaded is not None:
-                pager = self._offloaded.pager
-                slab = pager.borrow(needed.scratch_bytes, "converting weights")
-                room.callback(pager.pool.give, slab)
-            yield
+        if self._offloaded is None:
+            return nullcontext()
+        pager: Pager = self._offloaded.pager
+        return pager.room(needed.scratch_bytes, "converting weights")
 
 
 def _write_shard(path: Path, shard: dict[str, LazyTensor], reading: _Reading, bar: tqdm[Any]) -> None:  # fmt: skip

@@ -13,14 +13,12 @@ import mmap
 from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from megatrain_nb.codec.split import Split, split
 from megatrain_nb.runtime.interrupts import interrupts_wait
@@ -31,7 +29,6 @@ from megatrain_nb.runtime.lazy import (
     Node,
     Place,
     Whole,
-    at,
     leaves,
     make_lazy,
     make_plain,
@@ -42,7 +39,8 @@ from megatrain_nb.runtime.lazy import (
     value,
 )
 from megatrain_nb.runtime.piece import What, master_of
-from megatrain_nb.runtime.shards import FilePart, InRam
+from megatrain_nb.runtime.progress import byte_bar
+from megatrain_nb.runtime.shards import FilePart, tree_of
 from megatrain_nb.runtime.tensor import (
     StreamedParameter,
     plain_parameter,
@@ -51,6 +49,8 @@ from megatrain_nb.runtime.tensor import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from tqdm.auto import tqdm
 
     from megatrain_nb.plan.model import PackSpec
     from megatrain_nb.runtime.layers import Layers
@@ -78,12 +78,9 @@ def fill(offloaded: OffloadedModel, origins: dict[nn.Parameter, Origin]) -> None
     packs: dict[int, list[nn.Parameter]] = {}
     for param, home in offloaded.layers.homes.items():
         packs.setdefault(home.pack.index, []).append(param)
-    nodes = {param: _node(param, home.spec.name) for param, home in offloaded.layers.homes.items()}  # fmt: skip
+    nodes = {param: tree_of(home.spec.name, param) for param, home in offloaded.layers.homes.items()}  # fmt: skip
     total = sum(num_bytes(leaf) for node in nodes.values() for leaf in leaves(node))
-    with (
-        tqdm(total=total, unit="B", unit_scale=True, desc="Loading", delay=2, leave=False) as bar,
-        _Filling(offloaded, bar) as filling,
-    ):  # fmt: skip
+    with byte_bar(total, "Loading") as bar, _Filling(offloaded, bar) as filling:
         for index, params in packs.items():
             pack = offloaded.layers.spec.packs[index]
             filling.pack(pack, {param: nodes[param] for param in params})
@@ -91,6 +88,8 @@ def fill(offloaded: OffloadedModel, origins: dict[nn.Parameter, Origin]) -> None
                 home, source = offloaded.layers.homes[param], offloaded.source(param)
                 if nodes[param] is node_of(param):
                     origins[param] = nodes[param]
+                    # Else the parameter would hold its file.
+                    del param._node  # type: ignore[attr-defined]
                 elif filling.mapped.holds(param):
                     origins[param] = param.data
                 stream_parameter(param, source, offloaded.device, home.dtype)
@@ -158,10 +157,6 @@ class Mapped:
         )
 
 
-def _node(param: nn.Parameter, name: str) -> Node:
-    return node_of(param) or at(InRam(name, param, tuple(param.shape)))
-
-
 class _Filling:
     """Threads that read, and what they have read and nobody has used yet."""
 
@@ -208,10 +203,12 @@ class _Filling:
         what = place.what
         if isinstance(what, Whole):
             self._finish(0)
-            with self._room(what):
+            read = list(leaves(what.node))
+            converting = f"converting {read[0].name}"
+            with self._offloaded.pager.room(what.scratch_bytes, converting):
                 values = value(what.node)
                 _put(values.reshape(-1), place.target)
-            self._bar.update(sum(num_bytes(leaf) for leaf in leaves(what.node)))
+            self._bar.update(sum(num_bytes(leaf) for leaf in read))
             return
         for start, stop, views in _chunks(what, place.target):
             self._chunk(what, start, stop, views)
@@ -244,17 +241,6 @@ class _Filling:
         while len(self._waiting) > left:
             read, done = self._waiting.popleft()
             done(read.result())
-
-    @contextmanager
-    def _room(self, whole: Whole) -> Iterator[None]:
-        """Let the pool keep room for what is computed beside it; it is never touched, so it takes no memory."""
-        leaf = next(leaves(whole.node))
-        pager = self._offloaded.pager
-        slab = pager.borrow(whole.scratch_bytes, f"converting {leaf.name}")
-        try:
-            yield
-        finally:
-            pager.pool.give(slab)
 
 
 def _read(leaf: FilePart, start: int, stop: int) -> Tensor:

@@ -6,6 +6,7 @@ Here the runtime does that, so it needs the files, and nobody else between the m
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.runtime.lazy import at, lazy
-from megatrain_nb.runtime.shards import File, FilePart, InRam, open_file
+from megatrain_nb.runtime.shards import File, FilePart, open_file, tree_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from megatrain_nb.runtime.lazy import LazyTensor
 
@@ -38,6 +39,11 @@ def take_from_hooks(model: nn.Module) -> None:
     made: dict[nn.Parameter, nn.Parameter] = {}
     found = [(module, hook) for module in hooked for hook in _offloading(module)]
     taken: list[tuple[nn.Module, str, Any]] = []
+
+    @cache  # a file's header speaks of all its tensors, and its map of one after the other
+    def opened(path: str) -> dict[str, LazyTensor]:
+        return open_file(File(Path(path)))
+
     for module, hook in found:
         tensors: dict[str, Tensor] = dict(
             module.named_parameters(recurse=hook.place_submodules)
@@ -45,7 +51,8 @@ def take_from_hooks(model: nn.Module) -> None:
         tensors |= dict(module.named_buffers(recurse=hook.place_submodules))
         for name, tensor in tensors.items():
             if tensor.device.type == "meta":
-                taken.append((module, name, _find(hook.weights_map, name, tensor)))
+                value = _find(hook.weights_map, name, tensor, opened)
+                taken.append((module, name, value))
     for module, name, value in taken:
         owner, _, last = name.rpartition(".")
         place = module.get_submodule(owner)
@@ -72,17 +79,21 @@ def _offloading(module: nn.Module) -> Iterator[Any]:
             yield each
 
 
-def _find(weights: Any, name: str, tensor: Tensor) -> LazyTensor:
+def _find(
+    weights: Any,
+    name: str,
+    tensor: Tensor,
+    opened: Callable[[str], dict[str, LazyTensor]],
+) -> LazyTensor:
     """Return where a tensor's values are; the map is one of accelerate's, or a dictionary."""
     while hasattr(weights, "dataset") and hasattr(weights, "prefix"):
         weights, name = weights.dataset, weights.prefix + name
     in_ram = weights if isinstance(weights, dict) else getattr(weights, "state_dict", {})  # fmt: skip
     known = getattr(weights, "index", {}).get(name)
     if name in in_ram:
-        value = in_ram[name]
-        found = lazy(at(InRam(name, value, tuple(value.shape))))
+        found = lazy(tree_of(name, in_ram[name]))
     elif known is not None and known.get("safetensors_file"):
-        tensors = open_file(File(Path(known["safetensors_file"])))
+        tensors = opened(known["safetensors_file"])
         found = tensors[known.get("weight_name", name)]
     elif known is not None and weights.save_folder is not None:
         dtype = getattr(torch, known["dtype"])

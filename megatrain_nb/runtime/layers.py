@@ -146,6 +146,11 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
+def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the name of each parameter, of a tied one the first."""
+    return {param: name for name, param in model.named_parameters()}
+
+
 def cut(
     model: nn.Module,
     dtype: torch.dtype | None = None,
@@ -167,7 +172,7 @@ def cut(
     ModelError
         No parameters, or some that can be neither.
     """
-    names = {param: name for name, param in model.named_parameters()}
+    names = names_of(model)
     if not names:
         msg = f"{type(model).__name__} has no parameters to train"
         raise ModelError(msg)

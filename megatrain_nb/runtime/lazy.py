@@ -21,7 +21,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from megatrain_nb.errors import ModelError
-from megatrain_nb.runtime.tensor import METADATA, changes_in_place, placeholder
+from megatrain_nb.runtime.tensor import (
+    METADATA,
+    changes_in_place,
+    placeholder,
+    set_requires_grad,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -327,7 +332,7 @@ def _noted(
 
 def _meta_of(node: Node) -> Tensor:
     """Return a tensor without memory; of a view with its strides in what it is a view of."""
-    inner = _under_casts(node)
+    inner = under_casts(node)
     if not isinstance(inner, View):
         return torch.empty(node.shape, dtype=node.dtype, device="meta")
     numel = math.prod(inner.child.shape)
@@ -368,11 +373,6 @@ def _cast(func: Callable[..., Any], tensor: Any, *args: Any, **kwargs: Any) -> A
     return lazy(cast(tensor._node, dtype))
 
 
-def _set_requires_grad(tensor: Any, requires_grad: bool = True) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.requires_grad_(tensor, requires_grad)
-
-
 def _equal(one: Any, other: Any) -> bool:
     """Compare chunk by chunk; of tied weights that a checkpoint holds twice transformers wants to know it."""
     if one.shape != other.shape:
@@ -391,14 +391,15 @@ def _equal(one: Any, other: Any) -> bool:
     return True
 
 
-def _under_casts(node: Node) -> Node:
+def under_casts(node: Node) -> Node:
+    """Return what is cast, see [Note: casts that lose]."""
     while isinstance(node, Cast):
         node = node.child
     return node
 
 
 def _leaf_under(node: Node) -> Leaf | None:
-    inner = _under_casts(node)
+    inner = under_casts(node)
     return inner.leaf if isinstance(inner, At) else None
 
 
@@ -440,7 +441,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.concat: _joined(stacked=False),
     torch.equal: _equal,
     Tensor.equal: _equal,
-    Tensor.requires_grad_: _set_requires_grad,
+    Tensor.requires_grad_: set_requires_grad,
     Tensor.is_contiguous: lambda *_, **__: True,
     Tensor.stride: lambda tensor, *dim: torch.empty(
         tuple(tensor.shape), device="meta"

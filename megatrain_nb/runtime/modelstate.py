@@ -11,6 +11,7 @@ from megatrain_nb.codec.choice import safe_codec
 from megatrain_nb.codec.dynamic import role_of
 from megatrain_nb.codec.names import DYNAMIC, NAMES, RAW
 from megatrain_nb.errors import ModelError, StoreError
+from megatrain_nb.runtime.layers import names_of
 from megatrain_nb.runtime.piece import Piece, What, master_of, moments_of
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def check_same(saved: Any, here: list[Any], checkpoint: Checkpoint) -> None:
 
 def state_of(model: OffloadedModel) -> dict[str, Any]:
     """Return what of a model and its optimizer is not in tiles."""
-    names = {param: name for name, param in model.model.named_parameters()}
+    names = names_of(model.model)
     optimizer = model.optimizer
     groups = None
     if optimizer is not None:
@@ -262,7 +263,7 @@ def _check_groups(model: OffloadedModel, state: dict[str, Any]) -> None:
     """Raise ModelError if an optimizer has other groups of parameters than in a checkpoint."""
     if model.optimizer is None or state["groups"] is None:
         return
-    names = {param: name for name, param in model.model.named_parameters()}
+    names = names_of(model.model)
     here = [
         [names[param] for param in group["params"]]
         for group in model.optimizer.param_groups

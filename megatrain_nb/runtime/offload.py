@@ -346,3 +346,18 @@ def offloaded_model(model: nn.Module) -> OffloadedModel | None:
     """Return the record of a model that is in a store, or None."""
     found = getattr(model, "_megatrain", None)
     return found if isinstance(found, OffloadedModel) else None
+
+
+def required_model(model: Any) -> OffloadedModel:
+    """Return the record of a model that is in a store.
+
+    Raises
+    ------
+    ModelError
+        It is in none.
+    """
+    offloaded = offloaded_model(model)
+    if offloaded is None:
+        msg = f"{type(model).__name__} is not in a session; call mt.wrap(model) after mt.init(...)"
+        raise ModelError(msg)
+    return offloaded

@@ -393,6 +393,21 @@ class Pager:
         assert slab is not None
         return slab
 
+    @contextmanager
+    def room(self, num_bytes: int, what: str) -> Iterator[Slab]:
+        """Give a slab from the pool for a moment, to work in or only to be set aside: untouched it takes no memory.
+
+        Raises
+        ------
+        BudgetError
+            As `borrow`.
+        """
+        slab = self.borrow(num_bytes, what)
+        try:
+            yield slab
+        finally:
+            self.pool.give(slab)
+
     def wait_for(self, future: Future[None] | None, what: str) -> None:
         """Wait for one read, and count the wait."""
         if future is not None:

@@ -234,14 +234,16 @@ def _give(
     if offloaded_model(model) is not None:
         msg = f"{type(model).__name__} is in the session already; give the class, or a model on the meta device"
         raise ArgumentError(msg)
-    values: dict[str, Tensor] = {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in checkpoint.tensors.items()
-    }
+    values: dict[str, Tensor]
     if hasattr(model, "config") and hasattr(type(model), "from_pretrained"):
         made = _load(type(model), model.config, checkpoint, dtype, path, session, {})
         values = dict(made.named_parameters(remove_duplicate=False))
         values |= dict(made.named_buffers(remove_duplicate=False))
+    else:
+        values = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in checkpoint.tensors.items()
+        }
     _assign(model, values, path, session)
     return model
 

@@ -94,16 +94,13 @@ def recompress(model_or_optimizer: Any, codec: bool | str | Mapping[str, Any]) -
     """
     from megatrain_nb.runtime.offload import (  # noqa: PLC0415
         OffloadedModel,
-        offloaded_model,
+        required_model,
     )
 
     wanted = parse_compression(codec, name="codec")
     offloaded = getattr(model_or_optimizer, "offloaded", None)
     if not isinstance(offloaded, OffloadedModel):
-        offloaded = offloaded_model(model_or_optimizer)
-    if offloaded is None:
-        msg = f"{type(model_or_optimizer).__name__} is not in a session; call mt.wrap(model) after mt.init(...)"
-        raise ModelError(msg)
+        offloaded = required_model(model_or_optimizer)
     offloaded.executor.check_usable()
     names = (home.spec.name for home in offloaded.layers.homes.values())
     ask(offloaded, {name: wanted.asked(name) for name in names})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import weakref
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,13 +22,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_nb.errors import ArgumentError, StoreError
-from megatrain_nb.runtime.lazy import LazyTensor, at, lazy
+from megatrain_nb.runtime.lazy import LazyTensor, at, lazy, node_of, num_bytes
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatrain_nb.runtime.lazy import Shape
+    from megatrain_nb.runtime.lazy import Node, Shape
 
 # The safetensors format (https://github.com/huggingface/safetensors, "Format"). Its library opens a file as memory,
 # and does not say where in it a tensor is; here the bytes are read into the place where they belong.
@@ -47,7 +48,7 @@ OLD, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 @dataclass(eq=False)
 class File:
-    """A file that tensors are read from; open from the first read until `close`."""
+    """A file that tensors are read from; open from the first read until `close`, or until nobody holds it."""
 
     path: Path
     _number: int | None = field(default=None, init=False)
@@ -63,7 +64,9 @@ class File:
         done = 0
         try:
             if self._number is None:
-                self._number = os.open(self.path, os.O_RDONLY)
+                number = os.open(self.path, os.O_RDONLY)
+                self._closing = weakref.finalize(self, os.close, number)
+                self._number = number
             while done < len(data):
                 count = os.preadv(self._number, [data[done:]], offset + done)
                 if count == 0:
@@ -87,7 +90,7 @@ class File:
     def close(self) -> None:
         """Close it; a second call does nothing."""
         if self._number is not None:
-            os.close(self._number)
+            self._closing()
             self._number = None
 
 
@@ -100,11 +103,6 @@ class FilePart:
     offset_bytes: int
     shape: Shape
     dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
     @contextmanager
     def read(self, start: int, stop: int) -> Iterator[Tensor]:
@@ -147,6 +145,11 @@ class InRam:
         """Return a stretch of it that begins at element ``offset``."""
         flat = self.values.detach().reshape(-1)
         return InRam(self.name, flat[offset : offset + math.prod(shape)], shape)
+
+
+def tree_of(name: str, tensor: Tensor) -> Node:
+    """Return a tensor as a tree: that of a lazy one, or its values in RAM."""
+    return node_of(tensor) or at(InRam(name, tensor, tuple(tensor.shape)))
 
 
 @dataclass
@@ -203,8 +206,11 @@ def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkp
         if not file.path.is_file():
             msg = f"{path} names {name}, which is not in {folder}; fetch the missing shard again"
             raise StoreError(msg)
-        read = _read_header if name.endswith(".safetensors") else _read_bin
-        tensors = read(file, most_bytes)
+        tensors = (
+            open_file(file)
+            if name.endswith(".safetensors")
+            else _read_bin(file, most_bytes)
+        )
         for key, wanted in weight_map.items():
             if wanted == name and key not in tensors:
                 msg = f"{path} says that {key!r} is in {name}, and it is not; the folder is not whole"
@@ -212,17 +218,6 @@ def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkp
         found.update({key: x for key, x in tensors.items()
                       if weight_map.get(key, name) == name})  # fmt: skip
     return Checkpoint(found, files)
-
-
-def open_file(file: File) -> dict[str, LazyTensor]:
-    """Return the tensors of one safetensors file.
-
-    Raises
-    ------
-    StoreError
-        It is missing or damaged.
-    """
-    return _read_header(file, 0)
 
 
 def _with_variant(name: str, variant: str | None) -> str:
@@ -253,8 +248,14 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(file: File, _: int) -> dict[str, LazyTensor]:
-    """Return the tensors of a safetensors file, each checked against the file's length."""
+def open_file(file: File) -> dict[str, LazyTensor]:
+    """Return the tensors of one safetensors file, each checked against the file's length.
+
+    Raises
+    ------
+    StoreError
+        It is missing or damaged.
+    """
     path, size = file.path, file.num_bytes()
     start = bytearray(8)
     if size < 8:
@@ -279,11 +280,11 @@ def _read_header(file: File, _: int) -> dict[str, LazyTensor]:
         raise StoreError(msg)
     parts = {key: _part(file, key, entry, 8 + length) for key, entry in header.items()}
     end = 8 + length
-    for part in sorted(parts.values(), key=lambda x: (x.offset_bytes, x.num_bytes)):
+    for part in sorted(parts.values(), key=lambda x: (x.offset_bytes, num_bytes(x))):
         if part.offset_bytes != end:
             msg = f"{path}: {part.name} begins at byte {part.offset_bytes} and the one before ends at {end}; it is damaged"
             raise StoreError(msg)
-        end += part.num_bytes
+        end += num_bytes(part)
     if end != size:
         what = "truncated" if end > size else "damaged"
         msg = f"{path} is {what}: its tensors end at byte {end}, the file is {size} bytes long; fetch it again"
@@ -365,7 +366,7 @@ def _read_bin(file: File, most_bytes: int) -> dict[str, LazyTensor]:
             msg = f"{path}: {key!r} is a {type(value).__name__}, not a tensor"
             raise StoreError(msg)
         if not zipped:
-            found[key] = lazy(at(InRam(key, value, tuple(value.shape))))
+            found[key] = lazy(tree_of(key, value))
             continue
         found[key] = _stored(file, key, value, size)
     return found

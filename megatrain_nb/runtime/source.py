@@ -43,13 +43,13 @@ class _PackSource:
     @contextmanager
     def opened(self, *, write: bool) -> Iterator[Tensor]:
         """Give a plain tensor over the values for a moment; it is not interrupted half-way."""
+        with self._usable(), self._opened(write=write) as values:
+            yield values
+
+    def _usable(self) -> AbstractContextManager[None]:
         executor = self._offloaded.executor
         executor.check_usable()
-        with (
-            interrupts_wait(executor.stop, breakable=False),
-            self._opened(write=write) as values,
-        ):
-            yield values
+        return interrupts_wait(executor.stop, breakable=False)
 
     def _opened(self, *, write: bool) -> AbstractContextManager[Tensor]:
         raise NotImplementedError
@@ -201,6 +201,23 @@ class MasterSource(_PackSource):
 
     @contextmanager
     def _opened(self, *, write: bool) -> Iterator[Tensor]:
+        with self._both_halves(write=write) as halves:
+            values = np.empty(self._home.spec.numel, np.float32)
+            join(halves, values)
+            yield torch.from_numpy(values).view(self._home.spec.shape)
+            if write:
+                split(values, halves)
+
+    @contextmanager
+    def part(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Give elements ``start`` to ``stop`` for a moment, flat, to be read."""
+        with self._usable(), self._both_halves(write=False) as halves:
+            values = np.empty(stop - start, np.float32)
+            join(halves.part(slice(start, stop)), values)
+            yield torch.from_numpy(values)
+
+    @contextmanager
+    def _both_halves(self, *, write: bool) -> Iterator[Split]:
         offloaded, pack = self._offloaded, self._home.pack
         offloaded.executor.tail.show(pack.index, *master_of(pack))
         if write:
@@ -211,24 +228,7 @@ class MasterSource(_PackSource):
         with offloaded.pager.opened(
             pack.index, *master_of(pack), write=write
         ) as arrays:
-            halves = _halves(arrays, self._home)
-            values = np.empty(self._home.spec.numel, np.float32)
-            join(halves, values)
-            yield torch.from_numpy(values).view(self._home.spec.shape)
-            if write:
-                split(values, halves)
-
-    @contextmanager
-    def part(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Give elements ``start`` to ``stop`` for a moment, flat, to be read."""
-        offloaded, pack = self._offloaded, self._home.pack
-        offloaded.executor.check_usable()
-        with interrupts_wait(offloaded.executor.stop, breakable=False):
-            offloaded.finish_update(pack.index)
-            with offloaded.pager.opened(pack.index, *master_of(pack)) as arrays:
-                values = np.empty(stop - start, np.float32)
-                join(_halves(arrays, self._home).part(slice(start, stop)), values)
-                yield torch.from_numpy(values)
+            yield _halves(arrays, self._home)
 
     def grad(self) -> None:
         """Return none: it is never trained through this source."""

@@ -23,11 +23,11 @@ from megatrain_nb.runtime.dcpread import Folder
 from megatrain_nb.runtime.distributed import (
     SETTINGS,
     model_of,
-    names_of,
     state_entries,
     trained,
 )
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.layers import names_of
 from megatrain_nb.runtime.piece import MOMENTS
 from megatrain_nb.runtime.source import MomentSource
 
@@ -130,10 +130,9 @@ def _head_of(names: list[str], found: Folder) -> str:
     """Return what the keys of the model's tensors begin with."""
     first = names[0]
     keys = [key for key in found.tensors if key == first or key.endswith(f".{first}")]
-    heads = {key.removesuffix(first) for key in keys}
-    fits = sorted(h for h in heads if sum(h + name in found.tensors for name in names))
-    whole = [h for h in fits if all(h + name in found.tensors for name in names)]
-    heads_left = whole or fits
+    heads = sorted(key.removesuffix(first) for key in keys)
+    whole = [h for h in heads if all(h + name in found.tensors for name in names)]
+    heads_left = whole or heads
     if len(heads_left) == 1:
         return heads_left[0]
     if not heads_left:
@@ -330,12 +329,9 @@ def _take_encoded(
 ) -> None:
     """Encode both moments together; that they are more than one parameter, the session's budget bears."""
     spec = offloaded.layers.homes[param].spec
-    slab = offloaded.pager.borrow(8 * spec.numel, "moments to encode")
-    try:
+    with offloaded.pager.room(8 * spec.numel, "moments to encode") as slab:
         pair = slab.view(np.float32, 0, 2 * spec.numel).reshape(2, spec.numel)
         both = [torch.from_numpy(row).view(spec.shape) for row in pair]
         for values, what in zip(both, MOMENTS, strict=True):
             found.read_into(f"{head}.{what.value}", values)
         offloaded.adam.set_moments(param, *both)
-    finally:
-        offloaded.pager.pool.give(slab)

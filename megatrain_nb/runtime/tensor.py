@@ -136,8 +136,7 @@ def stream_parameter(
     param.__class__ = StreamedParameter
     assert isinstance(param, StreamedParameter)
     param._source, param._views, param._meta = source, (), None
-    with torch._C.DisableTorchFunctionSubclass():
-        param.requires_grad_(requires_grad)
+    set_requires_grad(param, requires_grad)
     return param
 
 
@@ -181,7 +180,7 @@ def _lazy_view(
         view._views = (*base._views, (func, args, kwargs, index))
         view._meta = meta
         if differentiable:
-            _set_requires_grad(view, True)
+            set_requires_grad(view, True)
         return view
 
     if isinstance(described, Tensor):
@@ -322,9 +321,10 @@ def _set_data(tensor: Any, value: Any) -> None:
     _in_place(Tensor.copy_, (tensor.detach(), value), {})
 
 
-def _set_requires_grad(tensor: Any, value: bool) -> Any:
+def set_requires_grad(tensor: Any, requires_grad: bool = True) -> Any:
+    """Set whether a tensor wants gradients, past its own ``__torch_function__``."""
     with torch._C.DisableTorchFunctionSubclass():
-        return Tensor.requires_grad_(tensor, value)
+        return Tensor.requires_grad_(tensor, requires_grad)
 
 
 def _to(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -483,10 +483,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     _accessor("grad").__set__: lambda tensor, value: tensor._source.set_grad(value),
     _accessor("grad").__delete__: lambda tensor: tensor._source.set_grad(None),
     _accessor("data").__set__: _set_data,
-    _accessor("requires_grad").__set__: _set_requires_grad,
-    Tensor.requires_grad_: lambda tensor, requires_grad=True: _set_requires_grad(
-        tensor, requires_grad
-    ),
+    _accessor("requires_grad").__set__: set_requires_grad,
+    Tensor.requires_grad_: set_requires_grad,
     Tensor.is_contiguous: lambda tensor, **kwargs: _meta_of(tensor).is_contiguous(
         **kwargs
     ),

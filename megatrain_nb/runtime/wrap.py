@@ -13,7 +13,7 @@ from megatrain_nb.errors import ArgumentError, ModelError
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.offload import OffloadedModel, offload, offloaded_model
+from megatrain_nb.runtime.offload import OffloadedModel, offload, required_model
 from megatrain_nb.runtime.optimizer import (
     AdamW,
     adopt,
@@ -128,7 +128,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     ModelError
         The model is not in a session.
     """
-    return _require(model).move_out()
+    return required_model(model).move_out()
 
 
 def train_step(
@@ -161,7 +161,7 @@ def train_step(
     ModelError
         The model gives no loss.
     """
-    offloaded = _require(model)
+    offloaded = required_model(model)
     offloaded.executor.check_usable()
     if offloaded.optimizer is not optimizer:
         msg = "train_step needs the optimizer that mt.wrap returned last for this model"
@@ -262,11 +262,3 @@ def _loss(model: nn.Module, outputs: Any) -> Tensor:
         msg = f"{type(model).__name__} gives no loss for this batch; put 'labels' into it, or give loss_fn"
         raise ModelError(msg)
     return loss
-
-
-def _require(model: nn.Module) -> OffloadedModel:
-    offloaded = offloaded_model(model)
-    if offloaded is None:
-        msg = f"{type(model).__name__} is not in a session; call mt.wrap(model) after mt.init(...)"
-        raise ModelError(msg)
-    return offloaded

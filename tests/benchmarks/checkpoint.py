@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaConfig
 
 import megatrain_nb as mt
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.warmup import load_code
+from tests.benchmarks.grow import VOCABULARY, config_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-VOCABULARY = 8192
 
 
 def files_bytes(directory: Path) -> int:
@@ -68,14 +66,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--max-ram-gb", type=float, default=1.5)
     options = parser.parse_args()
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=options.hidden,
-        intermediate_size=options.hidden * 11 // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.hidden // 64,
-        tie_word_embeddings=False,
-    )
+    config = config_of(options.hidden, options.layers)
     load_code()
     torch.manual_seed(0)
     ids = torch.randint(0, VOCABULARY, (1, 64))

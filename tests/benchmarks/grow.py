@@ -20,11 +20,9 @@ from megatrain_nb.runtime.warmup import load_code
 VOCABULARY = 8192
 
 
-def main(directory: str, *numbers: str) -> None:
-    """Make, train, report."""
-    hidden, layers = map(int, numbers[:2])
-    tokens, steps = map(int, numbers[3:5])
-    config = LlamaConfig(
+def config_of(hidden: int, layers: int) -> LlamaConfig:
+    """Return the config of a Llama of this width and depth."""
+    return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
@@ -32,6 +30,13 @@ def main(directory: str, *numbers: str) -> None:
         num_attention_heads=hidden // 64,
         tie_word_embeddings=False,
     )
+
+
+def main(directory: str, *numbers: str) -> None:
+    """Make, train, report."""
+    hidden, layers = map(int, numbers[:2])
+    tokens, steps = map(int, numbers[3:5])
+    config = config_of(hidden, layers)
     with torch.device("meta"):
         num_params = LlamaForCausalLM(config).num_parameters()
     load_code()

@@ -246,8 +246,19 @@ def gradients_in(
 
 def report_of(script: str, *arguments: object, timeout: float = 500) -> Any:
     """What a script prints in its last line, as JSON; it runs in a process of its own."""
+    return _report("-c", script, *arguments, timeout=timeout)
+
+
+def report_of_module(
+    module: str, *arguments: object, timeout: float | None = None
+) -> Any:
+    """What a module prints in its last line, as JSON; it runs in a process of its own."""
+    return _report("-m", module, *arguments, timeout=timeout)
+
+
+def _report(*arguments: object, timeout: float | None) -> Any:
     done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -6,6 +6,7 @@ import itertools
 import random
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 import transformers
 
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
 VOCABULARY = 61
 
 ARCHITECTURES = ("llama", "qwen3", "gpt2", "gemma2", "opt", "mixtral", "bert")
+
+# Cases of tests: those, one with shared layers and one with an encoder; and with tied weights or without.
+EVERY = pytest.mark.parametrize("name", [*ARCHITECTURES, "albert", "t5"])
+TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 # Their loss is a mean over the batch's own labels, whatever num_items_in_batch says.
 IGNORES_NUM_ITEMS = ("bert", "albert", "t5")

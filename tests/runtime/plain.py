@@ -120,6 +120,11 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return all buffers."""
+    return dict(model.named_buffers())
+
+
 def loop_trace(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,

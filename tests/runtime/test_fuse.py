@@ -25,7 +25,7 @@ from tests.runtime.common import (
     window_step,
     wrapped,
 )
-from tests.runtime.models import ARCHITECTURES, make_batch, make_model
+from tests.runtime.models import EVERY, make_batch, make_model
 from tests.runtime.plain import opened as opened_place
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("name", [*ARCHITECTURES, "albert", "t5"])
+@EVERY
 def test_gradients_are_those_of_one_by_one(
     tmp_path: Path, name: str, rows: int, keep: bool, fused: list[tuple[str, int]]
 ) -> None:

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.runtime.common import report_of_module
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.mark.slow
 def test_killed_runs_end_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.kills", str(tmp_path), "--kills", "12"],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=580,
+    report = report_of_module(
+        "tests.runtime.kills", tmp_path, "--kills", 12, timeout=580
     )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
     assert report["kills"] == 12

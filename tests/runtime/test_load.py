@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 import megatrain_nb as mt
 from tests.runtime.models import (
     ARCHITECTURES,
+    EVERY,
+    TIED,
     auto_class,
     make_batch,
     make_config,
@@ -26,6 +28,7 @@ from tests.runtime.plain import (
     LR,
     assert_equal,
     assert_same,
+    buffers,
     loop_trace,
     loss_of,
     opened,
@@ -34,13 +37,6 @@ from tests.runtime.plain import (
 
 if TYPE_CHECKING:
     from torch import nn
-
-EVERY = pytest.mark.parametrize("name", [*ARCHITECTURES, "albert", "t5"])
-TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-
-
-def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_buffers())
 
 
 @EVERY

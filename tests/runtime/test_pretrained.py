@@ -12,17 +12,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torch import nn
 from tqdm.auto import tqdm
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import fill, shards
+from megatrain_nb.runtime import fill, progress, shards
 from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.piece import What
 from tests.runtime.common import TinyLM, differing, seeded, snapshot
 from tests.runtime.models import (
-    ARCHITECTURES,
+    EVERY,
+    TIED,
     auto_class,
     make_batch,
     make_config,
@@ -33,6 +33,7 @@ from tests.runtime.plain import (
     LR,
     assert_equal,
     assert_same,
+    buffers,
     loop_trace,
     loss_of,
     opened,
@@ -42,8 +43,6 @@ from tests.runtime.plain import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EVERY = pytest.mark.parametrize("name", [*ARCHITECTURES, "albert", "t5"])
-TIED = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 SOURCES = pytest.mark.parametrize("source", ["float32", "bfloat16", "float16"])
 
 
@@ -61,10 +60,6 @@ def saved(tmp_path: Path) -> Path:
 
 def plain_loaded(name: str, folder: Path, dtype: Any = torch.float32) -> Any:
     return auto_class(name).from_pretrained(folder, dtype=dtype)
-
-
-def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: x.float() for name, x in model.named_buffers()}
 
 
 def check(model: Any, plain: Any, name: str) -> None:
@@ -322,7 +317,9 @@ def test_a_model_that_accelerate_keeps_elsewhere(
             cpu_offload(model, execution_device="cpu")
     assert any(param.is_meta for param in model.parameters())
     with opened(tmp_path / "store", "disk"):
+        before = set(Path("/proc/self/fd").iterdir())
         model, optimizer = mt.wrap(model)
+        assert set(Path("/proc/self/fd").iterdir()) <= before, "files stay open"
         assert not any(hasattr(module, "_hf_hook") for module in model.modules())
         check(model, plain, "llama")
         mt.train_step(model.train(), optimizer, [make_batch("llama", 0)])
@@ -620,7 +617,7 @@ def test_progress(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             super().__init__(**kwargs, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
             bars.append(self)
 
-    monkeypatch.setattr(fill, "tqdm", Bar)
+    monkeypatch.setattr(progress, "tqdm", Bar)
     with opened(tmp_path / "store", "disk"):
         mt.from_pretrained(auto_class("llama"), saved)
     [bar] = bars

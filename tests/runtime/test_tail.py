@@ -577,6 +577,23 @@ def test_the_model_comes_out_and_is_exported(tmp_path: Path) -> None:
     device.close()
 
 
+def test_the_master_is_exported(tmp_path: Path) -> None:
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    device = late_twin(ALL)
+    with on(tmp_path / "store", device):
+        model, optimizer = wrapped(seeded(TinyLM), **SETTINGS, dtype=torch.bfloat16)
+        for step in range(3):
+            window_step(model, optimizer, step)
+        assert tail_of(model)
+        mt.save_pretrained(model, tmp_path / "saved", dtype=torch.float32)
+        saved = load_file(tmp_path / "saved" / "model.safetensors")
+        for name, param in model.named_parameters():
+            with param._source.master().opened(write=False) as values:
+                assert torch.equal(saved[name], values), name
+    device.close()
+
+
 # -- what is missing shows ----------------------------------------------------------------------------------
 
 
