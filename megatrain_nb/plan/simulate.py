@@ -317,9 +317,7 @@ class Simulation:
     # -- small things -----------------------------------------------------------------------------------
 
     def _packs(self, blocks: Iterable[int]) -> frozenset[int]:
-        return frozenset(
-            pack for block in blocks for pack in self._spec.blocks[block].packs
-        )
+        return frozenset(self._spec.pack_indices(blocks))
 
     def _wait(self, job: Job) -> None:
         self._wait_until(self._disk.finish(job), job.what.name)
