@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.packing import OnDisk
+from megatrain_nb.plan.packing import AS_THEY_ARE
 from megatrain_nb.plan.schedule import Kind, make_schedule
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import ModelSpec, PackSpec
+    from megatrain_nb.plan.packing import OnDisk
 
 # The blocks that a pass begins with stay in RAM from the pass before: weights, and gradients for a forward.
 NUM_FIRST = 2
@@ -32,14 +33,11 @@ class Traffic:
         return self.read_bytes + self.written_bytes
 
 
-_AS_THEY_ARE = OnDisk()
-
-
 def step_traffic(
     spec: ModelSpec,
     residency: Residency,
     order: Sequence[int],
-    on_disk: OnDisk = _AS_THEY_ARE,
+    on_disk: OnDisk = AS_THEY_ARE,
     *,
     stay: frozenset[int] = frozenset(),
 ) -> Traffic:
