@@ -125,7 +125,7 @@ def conventional_html(plan: Plan) -> str:
     """Return two bars: what one memory would need to hold, and what the device needs here."""
     theirs = plan.conventional
     ours = plan.vram or plan.ram
-    total = sum(item.num_bytes for item in theirs)
+    total = plan.conventional_bytes
     here = sum(item.num_bytes for item in ours)
     where = "device memory, here" if plan.vram else "RAM, here"
     whole = max(total, here)
