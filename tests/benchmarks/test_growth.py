@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.runtime.common import report_of_module
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
 TOKENS = 256
 MAX_RAM_GB = 6.0
 # Hidden size, layers, steps. One width, so that the matrix library is as fast in all of them and only the runtime is compared.
 SIZES = {"0.1": (1280, 5, 10), "0.5": (1280, 24, 6), "2": (1280, 101, 4)}
 LEARNING = 2  # steps that come before: the plan learns in them, and the first one reads no moments
-
-
-def train(
-    directory: Path, hidden: int, layers: int, max_ram_gb: float, steps: int
-) -> Any:
-    """Make a model and train it on a repeated batch, in a process of its own."""
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "tests.benchmarks.grow",
-            str(directory),
-            *map(str, (hidden, layers, max_ram_gb, TOKENS, steps)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
@@ -51,7 +30,10 @@ def test_growth(tmp_path: Path) -> None:
     for name, (hidden, layers, steps) in SIZES.items():
         # The smaller ones in proportion, so that the same part of each is on disk.
         max_ram_gb = max(0.6, MAX_RAM_GB * float(name) / 2)
-        report = train(tmp_path / name, hidden, layers, max_ram_gb, steps)
+        report = report_of_module(
+            "tests.benchmarks.grow",
+            *(tmp_path / name, hidden, layers, max_ram_gb, TOKENS, steps),
+        )
         last = report["steps"][LEARNING:]
         seconds = median(step["seconds"] for step in last)
         rates[name] = seconds / report["num_params"] / TOKENS

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
 
 from megatrain_nb.store.host import map_pages
 from tests.benchmarks.load import forget
+from tests.runtime.common import report_of_module
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 HIDDEN, LAYERS = 1536, 41  # 1.2 G parameters
 MAX_RAM_GB = 1.5
 PIECE_BYTES = 16 << 20
 
-
-def run(*arguments: object) -> Any:
-    """Run the module in a process of its own; its report."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.load", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+run = partial(report_of_module, "tests.benchmarks.load")
 
 
 def copy_rate(folder: Path, to: Path) -> float:

@@ -246,8 +246,17 @@ def gradients_in(
 
 def report_of(script: str, *arguments: object, timeout: float = 500) -> Any:
     """What a script prints in its last line, as JSON; it runs in a process of its own."""
+    return _last_line("-c", script, *arguments, timeout=timeout)
+
+
+def report_of_module(module: str, *arguments: object) -> Any:
+    """The same for a module that is run, however long it takes."""
+    return _last_line("-m", module, *arguments, timeout=None)
+
+
+def _last_line(*arguments: object, timeout: float | None) -> Any:
     done = subprocess.run(
-        [sys.executable, "-c", script, *map(str, arguments)],
+        [sys.executable, *map(str, arguments)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.runtime.common import report_of_module
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
 MAX_RAM_GB = 0.25
 HIDDEN, LAYERS = 512, 34
 
-
-def run(*arguments: object) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.load", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+run = partial(report_of_module, "tests.benchmarks.load")
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
