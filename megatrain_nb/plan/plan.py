@@ -157,14 +157,10 @@ class Plan:
             "ram": (choices.max_ram_bytes or machine.ram_bytes)
             + machine.framework_bytes
             + ROUNDING_BYTES,
-            "disk": min(
-                choices.max_disk_bytes or machine.disk_bytes, machine.disk_bytes
-            ),
+            "disk": choices.limit_bytes("disk", machine),
         }
         if not machine.in_place:
-            found["vram"] = min(
-                choices.max_vram_bytes or machine.vram_bytes, machine.vram_bytes
-            )
+            found["vram"] = choices.limit_bytes("vram", machine)
         return found
 
     @property

@@ -168,8 +168,7 @@ class _Planner:
         """Return what the device holds at its peak, which packs stay there, and which blocks keep activations."""
         machine, shape, spec = self._machine, self._shape, self._spec
         window, bf16 = self._choices.window, self._choices.bf16
-        given = self._choices.max_vram_bytes or machine.vram_bytes
-        limit = min(given, machine.vram_bytes)
+        limit = self._choices.limit_bytes("vram", machine)
         slots = slot_bytes(spec)
         logits, chunking = logits_bytes(shape, window, room_bytes=max(0, limit - slots))
         items = [
