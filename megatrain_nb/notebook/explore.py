@@ -7,7 +7,6 @@ only the controls are widgets.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from megatrain_nb.codec.names import LOSSLESS, NAMES, WEIGHTS
 from megatrain_nb.notebook.copylines import CopyLines
 from megatrain_nb.notebook.forecast import plan_html
 from megatrain_nb.notebook.lines import magic_line, python_lines
+from megatrain_nb.notebook.surface import current_shell, has_kernel
 from megatrain_nb.plan import catalogue
 from megatrain_nb.plan.planner import make_plan
 from megatrain_nb.plan.report import as_text
@@ -139,7 +139,7 @@ class Explorer:
     def _ipython_display_(self) -> None:
         from IPython.display import display  # noqa: PLC0415
 
-        if _in_kernel():
+        if has_kernel(current_shell()):
             display(self._make_controls())
         self._handle = display(self._bundle(), raw=True, display_id=True)
 
@@ -355,12 +355,6 @@ def _with(options: list[int], value: int) -> list[int]:
 def _on_slider(num_bytes: float) -> float:
     """Return gigabytes, not less than where a slider begins."""
     return max(num_bytes / 1e9, 0.1)
-
-
-def _in_kernel() -> bool:
-    module = sys.modules.get("IPython")
-    shell = module.get_ipython() if module else None
-    return hasattr(shell, "kernel")
 
 
 def _session_directory() -> str:

@@ -6,7 +6,6 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.choices import spec_of
 from megatrain_nb.plan.report import (
     BOUNDS,
     FONT,
@@ -66,7 +65,7 @@ def plan_html(plan: Plan, *, advice: bool = True) -> str:
 
 def strip_html(plan: Plan) -> str:
     """Return one cell for each block: how much of it stays in RAM, and whether it keeps its activations."""
-    spec, stays = spec_of(plan.shape, plan.choices), plan.residency
+    spec, stays = plan.spec, plan.residency
     cells, seen = [], {}
     for block in spec.blocks:
         packs = set(block.packs)
@@ -125,7 +124,7 @@ def conventional_html(plan: Plan) -> str:
     """Return two bars: what one memory would need to hold, and what the device needs here."""
     theirs = plan.conventional
     ours = plan.vram or plan.ram
-    total = sum(item.num_bytes for item in theirs)
+    total = plan.conventional_bytes
     here = sum(item.num_bytes for item in ours)
     where = "device memory, here" if plan.vram else "RAM, here"
     whole = max(total, here)

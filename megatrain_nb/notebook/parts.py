@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from megatrain_nb.plan.report import TRACK
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MUTED = "opacity:.72"
-_TRACK = "rgba(128,128,128,.2)"
 
 
 def bar(parts: list[tuple[float, str]], *, height: int, title: str = "") -> str:
@@ -22,7 +23,7 @@ def bar(parts: list[tuple[float, str]], *, height: int, title: str = "") -> str:
     return (
         f'<div role="img" aria-label="{title}" title="{title}" style="display:flex;'
         f"height:{height}px;border-radius:3px;overflow:hidden;"
-        f'background-color:{_TRACK}">{fills}</div>'
+        f'background-color:{TRACK}">{fills}</div>'
     )
 
 

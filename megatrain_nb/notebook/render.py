@@ -34,6 +34,7 @@ from megatrain_nb.notebook.pictures import (
     svg_address,
 )
 from megatrain_nb.notebook.snapshot import NUM_RECENT
+from megatrain_nb.plan.report import FONT
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -60,7 +61,6 @@ _STATES = {
     "failed": ("failed", RED),
 }
 _EDGE = "rgba(128,128,128,.35)"
-_FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
 _CODE_FONT = "var(--jp-code-font-family, monospace)"
 _MAX_CODE = 90
 _MAX_METRICS = 4
@@ -110,7 +110,7 @@ def page(snap: Snapshot) -> str:
     return (
         f'<div style="max-width:1180px;box-sizing:border-box;margin:6px 3px;'
         f"padding:12px 16px 14px;border:1px solid {_EDGE};border-radius:8px;"
-        f'font:13px/1.45 {_FONT};{_NUMBERS}">{"".join(body)}</div>'
+        f'font:13px/1.45 {FONT};{_NUMBERS}">{"".join(body)}</div>'
     )
 
 

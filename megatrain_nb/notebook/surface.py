@@ -46,12 +46,24 @@ def check_mode(wanted: str | None, *, name: str) -> str:
     return mode
 
 
+def current_shell() -> InteractiveShell | None:
+    """Return the shell that runs this code, or None; a script need not import IPython to be asked."""
+    module = sys.modules.get("IPython")
+    shell: InteractiveShell | None = module.get_ipython() if module else None
+    return shell
+
+
+def has_kernel(shell: InteractiveShell | None) -> bool:
+    """Whether a shell is a notebook's."""
+    return hasattr(shell, "kernel")
+
+
 def display_mode(shell: InteractiveShell, wanted: str | None = None) -> str:
     """Return ``widget``, ``html``, ``text`` or ``none``: as `check_mode` says, else what the shell can."""
     mode = check_mode(wanted, name="--display")
     if mode != "auto":
         return mode
-    if not hasattr(shell, "kernel"):
+    if not has_kernel(shell):
         return "text"
     # Jupyter Server names the notebook; nbclient and papermill do not, and have nobody who clicks.
     if "JPY_SESSION_NAME" in os.environ and importlib.util.find_spec("ipywidgets"):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Any
 
-from megatrain_nb.notebook.surface import check_mode, display_mode, open_surface
+from megatrain_nb.notebook.surface import (
+    check_mode,
+    current_shell,
+    display_mode,
+    has_kernel,
+    open_surface,
+)
 from megatrain_nb.notebook.view import IN_CELL, Tick, View, Watch
 from megatrain_nb.runtime import trainer
 from megatrain_nb.runtime.claim import CLAIM
@@ -108,10 +113,9 @@ def shown(session: Session, display: str | None, *, quiet: bool) -> Iterator[Non
 
 def _mode(display: str | None, *, quiet: bool) -> str:
     mode = check_mode(display, name="display")
-    module = sys.modules.get("IPython")  # a script need not import it to be asked
-    shell = module.get_ipython() if module else None
+    shell = current_shell()
     if mode == "auto":
-        if shell is None or not hasattr(shell, "kernel") or quiet:
+        if shell is None or not has_kernel(shell) or quiet:
             return "none"
         return display_mode(shell, mode)
     return mode if mode == "none" or shell is not None else "text"

@@ -40,8 +40,8 @@ def advise(plan: Plan) -> tuple[str, ...]:
         )
     if plan.fits_plainly:
         return (
-            f"everything fits on the device ({format_bytes(sum(item.num_bytes for item in plan.conventional))}): plain "
-            "PyTorch trains it there, and faster, since nothing is moved",
+            f"everything fits on the device ({format_bytes(plan.conventional_bytes)}): plain PyTorch trains it there, "
+            "and faster, since nothing is moved",
         )
     faster = sorted(
         (

@@ -11,6 +11,7 @@ from megatrain_nb.plan.packing import PACKING_BYTES, OnDisk
 
 if TYPE_CHECKING:
     from megatrain_nb.plan.activation import Window
+    from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.plan.shape import Shape
 
@@ -43,6 +44,12 @@ class Choices:
     max_vram_bytes: int | None = None
     max_disk_bytes: int | None = None
     trainable: tuple[str, ...] = ()
+
+    def limit_bytes(self, tier: str, machine: Machine) -> int:
+        """Return the budget of ``vram`` or ``disk``: what is asked for, but not more than the machine has."""
+        asked: int | None = getattr(self, f"max_{tier}_bytes")
+        have: int = getattr(machine, f"{tier}_bytes")
+        return min(asked or have, have)
 
     @property
     def on_disk(self) -> OnDisk:

@@ -151,5 +151,4 @@ def plan_device(
 
 def _packs(spec: ModelSpec, blocks: Iterable[int]) -> Iterable[PackSpec]:
     """Return the packs of some blocks in that order, each once."""
-    found = (pack for block in blocks for pack in spec.blocks[block].packs)
-    return (spec.packs[pack] for pack in dict.fromkeys(found))
+    return (spec.packs[pack] for pack in spec.pack_indices(blocks))

@@ -28,7 +28,7 @@ from megatrain_nb.codec.dynamic import SMALL_NUMEL
 from megatrain_nb.codec.names import RAW
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _BYTES_PER_FLOAT = 4
 _BYTES_PER_HALF = 2
@@ -229,6 +229,11 @@ class ModelSpec:
     def packs_of(self, index: int) -> list[PackSpec]:
         """Return the packs of block ``index``."""
         return [self.packs[pack] for pack in self.blocks[index].packs]
+
+    def pack_indices(self, blocks: Iterable[int]) -> list[int]:
+        """Return the packs that some blocks use, by index, in the order of the blocks; each once."""
+        found = (pack for block in blocks for pack in self.blocks[block].packs)
+        return list(dict.fromkeys(found))
 
     def owners(self) -> dict[int, int]:
         """Return the block that owns each pack, by index: the first one that uses it."""

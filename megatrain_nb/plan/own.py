@@ -20,6 +20,7 @@ from megatrain_nb.plan.reserve import with_margin
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from megatrain_nb.plan.activation import Window
     from megatrain_nb.plan.choices import Choices
     from megatrain_nb.plan.logits import Chunking
     from megatrain_nb.plan.shape import Shape
@@ -39,7 +40,7 @@ _HOLES_SHARE, _HOLES_BYTES = 0.55, 6.8e3
 ROUNDING_BYTES = 16_000_000
 
 # While a block is in backward: what it keeps, gradients of it, and what the operation in progress makes.
-BACKWARD_SHARE = 1.4
+_BACKWARD_SHARE = 1.4
 
 # Experts in one tensor: the gradient of each slice is as large as all of it, and two are added to a third.
 _STACKED = 3
@@ -85,7 +86,7 @@ def own_tensors(
     if not in_place:
         return OwnTensors({"torch's own": torch})
     logits, chunking = logits_bytes(shape, window, room_bytes=max(0, room_bytes))
-    block = round(BACKWARD_SHARE * largest_kept_bytes(shape, window, bf16=bf16))
+    block = backward_bytes(shape, window, bf16=bf16)
     gradient = max(
         (
             math.prod(size) * 4 * (_STACKED if shape.share(size) < 1 else 1)
@@ -100,6 +101,11 @@ def own_tensors(
         "torch's own": torch,
     }
     return OwnTensors(items, chunking)
+
+
+def backward_bytes(shape: Shape, window: Window, *, bf16: bool) -> int:
+    """Return what the block that keeps the most takes while it is in backward, in bytes."""
+    return round(_BACKWARD_SHARE * largest_kept_bytes(shape, window, bf16=bf16))
 
 
 def set_aside(own: OwnTensors) -> int:

@@ -77,3 +77,7 @@ class OnDisk:
         if piece == "states" and MOMENTS in self.packed:
             return pack.moments_bytes, _BOTH
         return 0, None
+
+
+AS_THEY_ARE = OnDisk()
+"""Nothing is packed."""

@@ -132,7 +132,7 @@ class Plan:
         """Whether all of it fits where the blocks compute, so that plain PyTorch can train it."""
         if self.machine.in_place:
             return not self.residency.disk_bytes
-        return sum(item.num_bytes for item in self.conventional) <= self.limits["vram"]
+        return self.conventional_bytes <= self.limits["vram"]
 
     @property
     def peak_ram_bytes(self) -> int:
@@ -157,14 +157,10 @@ class Plan:
             "ram": (choices.max_ram_bytes or machine.ram_bytes)
             + machine.framework_bytes
             + ROUNDING_BYTES,
-            "disk": min(
-                choices.max_disk_bytes or machine.disk_bytes, machine.disk_bytes
-            ),
+            "disk": choices.limit_bytes("disk", machine),
         }
         if not machine.in_place:
-            found["vram"] = min(
-                choices.max_vram_bytes or machine.vram_bytes, machine.vram_bytes
-            )
+            found["vram"] = choices.limit_bytes("vram", machine)
         return found
 
     @property
@@ -237,6 +233,11 @@ class Plan:
             Item("Adam's moments", sum(pack.numel for pack in spec.packs) * 8),
             Item("activations", border_bytes(shape, one, bf16=bf16) + largest + logits),
         )
+
+    @property
+    def conventional_bytes(self) -> int:
+        """What the items of `conventional` take together."""
+        return sum(item.num_bytes for item in self.conventional)
 
     @cached_property
     def advice(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import BudgetError
-from megatrain_nb.plan.activation import border_bytes, largest_kept_bytes, logits_bytes
+from megatrain_nb.plan.activation import border_bytes, logits_bytes
 from megatrain_nb.plan.choices import spec_of
 from megatrain_nb.plan.device import plan_device, slot_bytes
 from megatrain_nb.plan.keep import choose_kept, prefers_kept
@@ -23,10 +23,10 @@ from megatrain_nb.plan.memory import (
     working_bytes,
 )
 from megatrain_nb.plan.own import (
-    BACKWARD_SHARE,
     ROUNDING_BYTES,
     SPREAD_BYTES,
     OwnTensors,
+    backward_bytes,
     holes_bytes,
     kept_by_block,
     own_tensors,
@@ -64,7 +64,8 @@ class _Planner:
         self._spec = spec_of(shape, choices)
         self._order = range(len(self._spec.blocks))
         self._limit = choices.max_ram_bytes or machine.ram_bytes
-        self._streaming = working_bytes(self._spec) + choices.packing_bytes
+        self._working = working_bytes(self._spec)
+        self._streaming = self._working + choices.packing_bytes
         self._room = self._limit - self._streaming
         self._keepable = kept_by_block(shape, choices)
         self._compute_s = total_s(ModelWork(shape, machine, choices).times(frozenset()))
@@ -142,7 +143,7 @@ class _Planner:
         spec = self._spec
         streaming = min(streaming_bytes(spec), self._limit)
         return Residency(
-            working_bytes=max(working_bytes(spec), streaming),
+            working_bytes=max(self._working, streaming),
             activation_bytes=reserved,
             packing_bytes=self._choices.packing_bytes,
             disk_bytes=spec.state_bytes,
@@ -167,15 +168,13 @@ class _Planner:
         """Return what the device holds at its peak, which packs stay there, and which blocks keep activations."""
         machine, shape, spec = self._machine, self._shape, self._spec
         window, bf16 = self._choices.window, self._choices.bf16
-        given = self._choices.max_vram_bytes or machine.vram_bytes
-        limit = min(given, machine.vram_bytes)
+        limit = self._choices.limit_bytes("vram", machine)
         slots = slot_bytes(spec)
         logits, chunking = logits_bytes(shape, window, room_bytes=max(0, limit - slots))
-        largest = largest_kept_bytes(shape, window, bf16=bf16)
         items = [
             Item("slots for weights and gradients", slots),
             Item("inputs of the blocks", border_bytes(shape, window, bf16=bf16)),
-            Item("one block's activations", round(BACKWARD_SHARE * largest)),
+            Item("one block's activations", backward_bytes(shape, window, bf16=bf16)),
             Item("logits", logits),
             Item("the driver's own", _CONTEXT_BYTES),
         ]
@@ -213,8 +212,7 @@ class _Planner:
         if residency.disk_bytes:
             aside = residency.activation_bytes + residency.keep_bytes
             left = self._limit - aside - self._choices.packing_bytes
-            least = working_bytes(self._spec)
-            buffers = max(least, left - residency.resident_bytes)
+            buffers = max(self._working, left - residency.resident_bytes)
         items = [
             Item("weights", sum(packs[p].weight_bytes for p in residency.weights)),
             Item("gradients", sum(packs[p].grad_bytes for p in residency.grads)),

@@ -147,8 +147,7 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
         found.append(
             ("it writes", f"{format_bytes(plan.written_bytes_per_day)} a day{life}")
         )
-    total = sum(item.num_bytes for item in plan.conventional)
-    parts = _listed(plan.conventional)
+    total, parts = plan.conventional_bytes, _listed(plan.conventional)
     found.append(
         ("all in one memory", f"{format_bytes(total)} conventionally: {parts}")
     )

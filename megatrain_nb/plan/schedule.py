@@ -128,6 +128,6 @@ def each_action(
             return
         block = ahead.popleft()
         yield Action(block, kind)
-        needed = {pack for later in ahead for pack in spec.blocks[later].packs}
+        needed = set(spec.pack_indices(ahead))
         if not needed.issuperset(spec.blocks[block].packs):
             yield Action(block, Kind.FREE)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.disk import SimulatedDisk, Transfer
 from megatrain_nb.plan.memory import written_bytes
-from megatrain_nb.plan.packing import IO_THREADS, OnDisk
+from megatrain_nb.plan.packing import AS_THEY_ARE, IO_THREADS
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.plan.traffic import NUM_FIRST, early_gradients
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import ModelSpec, PackSpec
+    from megatrain_nb.plan.packing import OnDisk
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +81,6 @@ class _State:
     on_device: set[int] = field(default_factory=set)
 
 
-_AS_THEY_ARE = OnDisk()
-
-
 class Simulation:
     """One model's steps on one machine.
 
@@ -114,7 +112,7 @@ class Simulation:
         trained: frozenset[int],
         stay: frozenset[int] = frozenset(),
         *,
-        on_disk: OnDisk = _AS_THEY_ARE,
+        on_disk: OnDisk = AS_THEY_ARE,
     ) -> None:
         self._spec = spec
         self._residency = residency
@@ -317,9 +315,7 @@ class Simulation:
     # -- small things -----------------------------------------------------------------------------------
 
     def _packs(self, blocks: Iterable[int]) -> frozenset[int]:
-        return frozenset(
-            pack for block in blocks for pack in self._spec.blocks[block].packs
-        )
+        return frozenset(self._spec.pack_indices(blocks))
 
     def _wait(self, job: Job) -> None:
         self._wait_until(self._disk.finish(job), job.what.name)

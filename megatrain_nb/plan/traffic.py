@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.packing import OnDisk
+from megatrain_nb.plan.packing import AS_THEY_ARE
 from megatrain_nb.plan.schedule import Kind, make_schedule
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import ModelSpec, PackSpec
+    from megatrain_nb.plan.packing import OnDisk
 
 # The blocks that a pass begins with stay in RAM from the pass before: weights, and gradients for a forward.
 NUM_FIRST = 2
@@ -32,14 +33,11 @@ class Traffic:
         return self.read_bytes + self.written_bytes
 
 
-_AS_THEY_ARE = OnDisk()
-
-
 def step_traffic(
     spec: ModelSpec,
     residency: Residency,
     order: Sequence[int],
-    on_disk: OnDisk = _AS_THEY_ARE,
+    on_disk: OnDisk = AS_THEY_ARE,
     *,
     stay: frozenset[int] = frozenset(),
 ) -> Traffic:
@@ -59,10 +57,9 @@ def step_traffic(
     stay
         Packs whose weights stay on a device from forward to backward.
     """
-    first = {pack for block in order[:NUM_FIRST] for pack in spec.blocks[block].packs}
-    last = {p for b in order[-1 - NUM_FIRST :] for p in spec.blocks[b].packs}
-    every = {pack for block in order for pack in spec.blocks[block].packs}
-    every -= residency.elsewhere
+    first = set(spec.pack_indices(order[:NUM_FIRST]))
+    last = set(spec.pack_indices(order[-1 - NUM_FIRST :]))
+    every = set(spec.pack_indices(order)) - residency.elsewhere
     again = _loads(spec, list(order)[-2::-1], Kind.BACKWARD, loaded=last)
     loads = [
         *_loads(spec, order, Kind.FORWARD, loaded=first),
@@ -92,12 +89,11 @@ def early_gradients(
     Those of the first blocks, as far as there is room beside all that the first blocks need: else the last of them
     leave. A plan without room for what streams says nothing of it, and they stay.
     """
-    first = dict.fromkeys(
+    early = [
         pack
-        for block in order[:NUM_FIRST]
-        for pack in spec.blocks[block].packs
+        for pack in spec.pack_indices(order[:NUM_FIRST])
         if pack not in residency.elsewhere
-    )
+    ]
     stays = {
         "weights": residency.weights,
         "grads": residency.grads,
@@ -105,11 +101,10 @@ def early_gradients(
     }
     needed = sum(
         spec.packs[pack].num_bytes(piece)
-        for pack in first
+        for pack in early
         for piece, resident in stays.items()
         if pack not in resident
     )
-    early = list(first)
     while early and needed > residency.working_bytes > 0:
         pack = early.pop()
         if pack not in residency.grads:
@@ -153,6 +148,5 @@ def _loads(
         elif action.kind is kind:
             ahead.remove(action.block)
         else:
-            needed = {pack for block in ahead for pack in spec.blocks[block].packs}
-            loaded -= set(packs) - needed
+            loaded -= set(packs) - set(spec.pack_indices(ahead))
     return reads
