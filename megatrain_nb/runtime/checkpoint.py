@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -328,7 +329,10 @@ class Checkpoints:
                 model.steps.forget()
                 model.executor.tail.leave_all()
                 model.executor.weights_change()
-            try:
+            with ExitStack() as half_way:
+                for model in models:
+                    what = f"going on from {checkpoint!r}"
+                    half_way.enter_context(model.pager.must_end(what))
                 for index, (model, each) in enumerate(zip(models, states, strict=True)):
                     restore_model(
                         model,
@@ -342,13 +346,6 @@ class Checkpoints:
                         load_object(self.objects[key], value)
                     session.controls.lr_factor = saved.lr_factor
                     set_random_state(saved.random)
-            except BaseException as error:
-                for model in models:
-                    model.pager.broken = (
-                        f"going on from {checkpoint!r} failed half-way ({error!r}), so the model must not be used any "
-                        "more; close the session and start again"
-                    )
-                raise
         logger.info("resumed from %r", checkpoint)
         return checkpoint
 

@@ -70,7 +70,7 @@ class _Landing:
                 self.done.set_result(None)
 
 
-def _changed_first(pieces: list[Piece]) -> Piece:
+def changed_first(pieces: Iterable[Piece]) -> Piece:
     """Return a piece that has to be written at some time anyway, if there is one."""
     return min(pieces, key=lambda piece: not piece.dirty)
 
@@ -132,11 +132,23 @@ class Pager:
         self._leaving: dict[Piece, None] = {}
         self.give_way: Callable[[], bool] = lambda: False
         self.is_due: Callable[[int], bool] = lambda _: False
-        self.needed_last: Callable[[list[Piece]], Piece] = _changed_first
+        self.needed_last: Callable[[list[Piece]], Piece] = changed_first
 
     def piece(self, pack: int, what: What) -> Piece:
         """Return the record of one piece."""
         return self._pieces[pack, what]
+
+    @contextmanager
+    def must_end(self, what: str) -> Iterator[None]:
+        """Do inside what must not end half-way: after an error the model is not usable; ``what`` says what it was."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = (
+                f"{what} failed half-way ({type(error).__name__}: {error}), so the model must not be used any more; "
+                "close the session and start again"
+            )
+            raise
 
     # -- whole pieces ---------------------------------------------------------------------------
 

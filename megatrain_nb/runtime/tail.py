@@ -109,7 +109,7 @@ class Tail:
             name, slots = pager.packs[pack].name, self._slots(pack)
             flats = {what: device.ready(slot) for what, slot in slots.items()}
             moment = device.begin()
-            try:
+            with pager.must_end(f"the update of {name}"):
                 adamw_on_device(
                     flats[What.WEIGHTS],
                     [flats[what] for what in MOMENTS],
@@ -118,12 +118,6 @@ class Tail:
                     grad_scale=grad_scale,
                     low=flats.get(What.LOW),
                 )
-            except BaseException as error:
-                pager.broken = (
-                    f"the update of {name} failed half-way ({type(error).__name__}: {error}), so the model must not be "
-                    "used any more; close the session and start again"
-                )
-                raise
             device.since(moment)
             device.since(moment, "STEP", f"{name}.0")
             del slots[What.GRADS]

@@ -88,18 +88,12 @@ def import_distributed(
             groups = _find_groups(offloaded, found)
         offloaded.finish_updates()
         offloaded.executor.weights_change()
-        try:
+        with offloaded.pager.must_end(f"taking {found.path} over"):
             for key, tensor in weights.items():
                 _take_weight(offloaded, found, key, tensor)
             if not weights_only:
                 _take_optimizer(offloaded, found, moments, groups)
             offloaded.pager.barrier()
-        except BaseException as error:
-            offloaded.pager.broken = (
-                f"taking {found.path} over failed half-way ({error!r}), so the model must not be used any more; close "
-                "the session and start again"
-            )
-            raise
 
 
 def _find_weights(model: nn.Module, found: Folder) -> dict[str, Tensor]:

@@ -235,14 +235,8 @@ class Updates:
         pager.need_all((tile.pack, what) for what in whole)
         arrays = {what: self._array(tile, what) for what in (What.WEIGHTS, *streamed)}
         start = time.perf_counter()
-        try:
+        with pager.must_end(f"the update of {pack.name}"):
             self._update(tile, arrays)
-        except BaseException as error:
-            pager.broken = (
-                f"the update of {pack.name} failed half-way ({type(error).__name__}: {error}), so the model must "
-                "not be used any more; close the session and start again"
-            )
-            raise
         due.popleft()
         end = time.perf_counter()
         self.seconds += end - start
