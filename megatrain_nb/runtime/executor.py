@@ -34,13 +34,14 @@ from megatrain_nb.runtime.kept import Keeping, loosen
 from megatrain_nb.runtime.lanes import tensor_over
 from megatrain_nb.runtime.layers import part_of
 from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
+from megatrain_nb.runtime.pager import changed_first
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.tail import Tail
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator
 
     from megatrain_nb.optim.adamw import Segment
     from megatrain_nb.plan.predict import Use
@@ -387,7 +388,7 @@ class Executor:
         order = chain([wanted.block], following)
         # In a plain loop the last block does not turn while it is loaded, so it is the first one of backward.
         near = list(islice(order, NUM_FIRST if forward else NUM_FIRST + 1))
-        keep = self._packs_of([*near, *self._predictor.instead()])
+        keep = self.layers.spec.pack_indices([*near, *self._predictor.instead()])
         self._settle_unneeded(keep, stale=False)
         return self._schedule(chain(near, order), wanted.kind)
 
@@ -453,7 +454,7 @@ class Executor:
             self._hosted.remove(pack)
             self.pager.drop(pack, What.WEIGHTS, keep=keep)
 
-    def _settle_unneeded(self, keep: tuple[int, ...], *, stale: bool = True) -> None:
+    def _settle_unneeded(self, keep: Collection[int], *, stale: bool = True) -> None:
         """Unload what is not needed; with ``stale`` what stays on the device as well, since it is old."""
         for pack in self.layers.spec.packs:
             if pack.index in keep:
@@ -474,7 +475,7 @@ class Executor:
         """After a step's backward: what the next forward begins with stays or is read, the rest goes."""
         order = self._forward_ahead()
         near = list(islice(order, NUM_FIRST)) or self._first
-        keep = self._packs_of(near)
+        keep = self.layers.spec.pack_indices(near)
         self._ahead.clear()
         for pack in keep:
             if pack in self._loaded:
@@ -491,7 +492,7 @@ class Executor:
         self, segments: dict[int, list[Segment]], *, grad_scale: float
     ) -> None:
         """Note an AdamW step as due, in the order in which the next forward needs it; the tail's is done at once."""
-        order = self._packs_of(self._expected())
+        order = self.layers.spec.pack_indices(self._expected())
         there = {pack: segments.pop(pack) for pack in self.tail if pack in segments}
         self.updates.begin(segments, grad_scale=grad_scale, order=order)
         self.tail.update(there, grad_scale=grad_scale)
@@ -505,18 +506,20 @@ class Executor:
         """Return the blocks of the next forward, in order."""
         return self._order if self._complete and self._order else self._learned
 
-    def _first_packs(self) -> tuple[int, ...]:
+    def _first_packs(self) -> list[int]:
         """Return the packs that the next forward begins with."""
-        return self._packs_of(self._first)
+        return self.layers.spec.pack_indices(self._first)
 
-    def _soon(self, kind: Kind) -> tuple[int, ...]:
+    def _soon(self, kind: Kind) -> list[int]:
         """Return the packs that the pass after this one begins with: they stay while there is room."""
         if kind is Kind.BACKWARD:
             return self._first_packs()
         if self.window is not None:
-            return self._packs_of(self._learned[-1 - NUM_FIRST : -1])
+            return self.layers.spec.pack_indices(self._learned[-1 - NUM_FIRST : -1])
         near = islice(self._predictor.ahead(), 2 * NUM_FIRST)
-        return self._packs_of(use.block for use in near if use.phase is Phase.BACKWARD)
+        return self.layers.spec.pack_indices(
+            use.block for use in near if use.phase is Phase.BACKWARD
+        )
 
     def _needed_last(self, pieces: list[Piece]) -> Piece:
         """Return the piece that will be needed last, as far as can be foreseen."""
@@ -530,8 +533,7 @@ class Executor:
                 del left[piece]
                 if not left:
                     return piece
-        # None of these is foreseen. What changed has to be written at some time anyway.
-        return min(left, key=lambda piece: not piece.dirty)
+        return changed_first(left)  # none of these is foreseen
 
     def _needs(self, use: Use, piece: Piece) -> bool:
         """Whether a use of a block needs a piece: gradients not for a forward, unless an update is due."""
@@ -542,11 +544,6 @@ class Executor:
             piece.what is not What.GRADS
             or use.phase in (Phase.BACKWARD, Phase.TURN)
             or pack in self.updates
-        )
-
-    def _packs_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
-        return tuple(
-            p for block in blocks for p in self.layers.spec.blocks[block].packs
         )
 
     @property
