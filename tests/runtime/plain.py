@@ -22,7 +22,7 @@ from megatrain_nb.runtime.slots import SlotDevice
 from megatrain_nb.runtime.threadstate import ThreadState
 from megatrain_nb.runtime.window import _streams
 from megatrain_nb.store.host import HostPool
-from tests.runtime.common import set_tile_numel
+from tests.runtime.common import differing, set_tile_numel
 from tests.runtime.models import make_model, make_window, own_loss
 
 if TYPE_CHECKING:
@@ -483,3 +483,28 @@ def weights_are_kept_as_they_are(patch: pytest.MonkeyPatch) -> None:
         self.trim()
 
     patch.setattr(HostPool, "give", unmap)
+
+
+def copies_out_do_not_wait(patch: pytest.MonkeyPatch) -> None:
+    """Break the twin: what leaves the device leaves before it is there."""
+    copy_out = ThreadLanes.copy_out
+    patch.setattr(
+        ThreadLanes,
+        "copy_out",
+        lambda self, host, values, _: copy_out(self, host, values, None),
+    )
+
+
+def assert_shows(
+    train: Callable[[], dict[str, Tensor]], expected: dict[str, Tensor]
+) -> None:
+    """A wait that is missing shows: in an error, or in another number than the expected ones."""
+    try:
+        found = train()
+    except (mt.MegatrainError, AssertionError):
+        return
+    except RuntimeError as error:
+        # A copy that lands while torch saves the tensor: torch sees its version change.
+        assert "modif" in str(error)  # noqa: PT017
+        return
+    assert differing(expected, found) != []
