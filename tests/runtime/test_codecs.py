@@ -507,7 +507,7 @@ def test_patterns_and_groups(tmp_path: Path) -> None:
         assert found["layers.0.down.weight"] == "2bit"
         train(model, optimizer, 2, "window")
         text = str(session.status())
-        assert "2bit 16.4 k" in text
+        assert "2bit (experimental) 16.4 k" in text
         status = session.status().models[-1]
         assert status.moments_bytes == model._megatrain.layers.spec.moments_bytes
         assert status.moments_ratio == pytest.approx(8 / status.moments_bytes_per_param)
