@@ -13,7 +13,7 @@ from tests.runtime.common import report_of_module
 if TYPE_CHECKING:
     from pathlib import Path
 
-TOKENS = 256
+TOKENS = 512
 MAX_RAM_GB = 6.0
 # Hidden size, layers, steps. One width, so that the matrix library is as fast in all of them and only the runtime is compared.
 SIZES = {"0.1": (1280, 5, 10), "0.5": (1280, 24, 6), "2": (1280, 101, 4)}
