@@ -194,7 +194,7 @@ class BlockCall:
             self._kept = None
 
     def backward(
-        self, grads: Sequence[Tensor | None], bound: Bound
+        self, grads: Sequence[Tensor | None], bound: Bound, *, seal: bool = False
     ) -> list[Tensor | None]:
         """Send the outputs' gradients through the block; parameter gradients land in their ``.grad``.
 
@@ -204,6 +204,8 @@ class BlockCall:
             One for each of `outputs`, None where there is none.
         bound
             The loaded block.
+        seal
+            Gradients may still come to the graph by other ways, from a tensor that escaped.
 
         Returns
         -------
@@ -213,7 +215,10 @@ class BlockCall:
         self._check_versions("got inputs that were changed in place after it ran")
         kept, self._kept = self._kept, None
         if kept is not None and kept.usable():
-            return self._use(kept, grads, bound)
+            inputs = self._use(kept, grads, bound)
+            if seal:
+                _seal(kept.tensors, self.block.name)
+            return inputs
         del kept
         with self._as_it_was():
             _, tensors, fresh = self._compute()
@@ -386,13 +391,26 @@ def check_same_weights(block: Block, then: int, now: int) -> None:
         raise ModelError(msg)
 
 
-def refuse_gradient(block: str) -> Callable[[Tensor], None]:
+def refuse_gradient(block: str) -> Callable[[object], None]:
     """Return a hook for tensors of a run whose graph must not be used: a gradient there would be lost."""
 
-    def refuse(_: Tensor) -> None:
+    def refuse(_: object) -> None:
         raise ModelError(ESCAPED.format(block))
 
     return refuse
+
+
+def _seal(tensors: Sequence[Tensor], block: str) -> None:
+    """Let a gradient that reaches a used graph raise an error that names the block: torch's own names none."""
+    refuse = refuse_gradient(block)
+    todo, seen = [tensor.grad_fn for tensor in tensors], set()
+    while todo:
+        node = todo.pop()
+        # Leaves belong to other graphs as well, and have hooks of their own.
+        if node is not None and node not in seen and node.next_functions:
+            seen.add(node)
+            node.register_prehook(refuse)
+            todo += [following for following, _ in node.next_functions]
 
 
 def keep_weights(block: Block, result: Any) -> Any:
