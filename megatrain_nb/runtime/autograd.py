@@ -69,5 +69,5 @@ class _BlockNode(torch.autograd.Function):
             raise ModelError(msg)
         check_same_weights(call.block, ctx.version, executor.version)
         with executor.running(call.block, Kind.BACKWARD) as bound, bound:
-            inputs = call.backward(grads, bound)
+            inputs = call.backward(grads, bound, seal=True)
         return (None, None, None, None, *inputs)

@@ -44,6 +44,18 @@ class Bound:
         self._executor = executor
         self._block = block
         self._since: Any = None
+        self._packs = {
+            flat.untyped_storage().data_ptr(): pack for pack, flat in flats.items()
+        }
+
+    @property
+    def name(self) -> str:
+        """The block's name."""
+        return self._block.name
+
+    def pack_at(self, address: int) -> int | None:
+        """Return the pack whose weights' storage starts at an address, or None."""
+        return self._packs.get(address)
 
     @property
     def version(self) -> int:

@@ -2,7 +2,8 @@
 
 [Note: nothing is lost] In forward a block runs with gradients on. Where the budget allows, what autograd
 saves is kept (see `megatrain_nb.runtime.kept`). Elsewhere it is thrown away: only the inputs stay, and
-backward runs the block again on them, with the same random numbers and autocast setting. A tensor that
+backward runs the block again on them, with the same random numbers and autocast setting, for what the graph
+of the forward lacks; where that graph must not stay, for a whole graph. A tensor that
 escapes from the first run by any other way than the outputs (a hook that stores it, say) still has its
 graph, and a gradient that reaches that graph raises an error that names the block: a lost gradient is never
 silent. Values that transformers' own recorder collects inside a block (router logits) are treated as outputs.
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from megatrain_nb.errors import ModelError
-from megatrain_nb.runtime.kept import ESCAPED, Kept, Saver
+from megatrain_nb.runtime.kept import ESCAPED, OTHERWISE, Kept, Saver
 from megatrain_nb.runtime.tensor import source_of
 from megatrain_nb.runtime.threadstate import Autocast, get_rng, set_rng
 
@@ -89,7 +90,7 @@ class BlockCall:
         self._counted = False
         self._check_inputs()
 
-    # Whether what autograd saves may be kept until backward, elsewhere than in a turn.
+    # Whether its graph may stay until backward, elsewhere than in a turn.
     keepable = True
 
     def run(self, bound: Bound, *, turning: bool = False) -> None:
@@ -105,12 +106,13 @@ class BlockCall:
         self._rng = get_rng(self._device)
         self._modes = [module.training for module in self.block.module.modules()]
         buffers = [(x, x.clone()) for x in self.block.module.buffers()]
+        keeping, index = bound.keeping, self.block.spec.index
         saver = None
         if turning:
             result, tensors, fresh = self._compute()
             self._kept = Kept(tensors, fresh)
-        elif self.keepable and bound.keeping.wants(self.block.spec.index):
-            saver = Saver(bound)
+        elif self.keepable and not keeping.refuses(index):
+            saver = Saver(bound, keep=keeping.wants(index))
             with torch.autograd.graph.saved_tensors_hooks(
                 saver.pack, bound.later.unpack
             ):
@@ -142,18 +144,23 @@ class BlockCall:
     def _keep(
         self, bound: Bound, saver: Saver, tensors: list[Tensor], fresh: list[Tensor]
     ) -> None:
-        """Keep the graph of a run, if that is safe and the budget allows it."""
+        """Keep the graph of a run, if that is safe, and what it holds, if the budget allows it."""
         if not saver.weights_are_free():
             bound.keeping.refuse(self.block)
             return
-        give = bound.keeping.take(self._count(bound, saver))
-        if give is not None:
-            self._kept = Kept(tensors, fresh, bound.later, saver.saved(), give)
-            bound.later.used = True
+        kept = Kept(tensors, fresh, bound.later, saver.places())
+        if not kept.is_empty():
+            give = bound.keeping.take(self._count(bound, kept))
+            if give is None:
+                kept.empty()
+            else:
+                kept.on_release(give)
+        self._kept = kept
+        bound.later.used = True
 
-    def _count(self, bound: Bound, saver: Saver) -> int:
+    def _count(self, bound: Bound, kept: Kept) -> int:
         """Return the bytes that a run's graph holds, and let the plan learn of them."""
-        num_bytes = saver.num_bytes(self._live_on())
+        num_bytes = kept.num_bytes(self._live_on())
         if not self._counted:
             bound.keeping.learn(self.block, num_bytes)
         self._counted = True
@@ -187,7 +194,7 @@ class BlockCall:
             self._kept = None
 
     def backward(
-        self, grads: Sequence[Tensor | None], bound: Bound
+        self, grads: Sequence[Tensor | None], bound: Bound, *, seal: bool = False
     ) -> list[Tensor | None]:
         """Send the outputs' gradients through the block; parameter gradients land in their ``.grad``.
 
@@ -197,6 +204,8 @@ class BlockCall:
             One for each of `outputs`, None where there is none.
         bound
             The loaded block.
+        seal
+            Gradients may still come to the graph by other ways, from a tensor that escaped.
 
         Returns
         -------
@@ -206,25 +215,17 @@ class BlockCall:
         self._check_versions("got inputs that were changed in place after it ran")
         kept, self._kept = self._kept, None
         if kept is not None and kept.usable():
-            return self._use(kept, grads, bound)
+            inputs = self._use(kept, grads, bound)
+            if seal:
+                _seal(kept.tensors, self.block.name)
+            return inputs
         del kept
-        with self._as_it_was(), bound.later.found_in(bound):
-            _, tensors, fresh = self._compute_counted(bound)
+        with self._as_it_was():
+            _, tensors, fresh = self._compute()
             if len(tensors) != len(self.outputs):
-                msg = f"{self.block.name} returned {len(self.outputs)} tensors, then {len(tensors)} for the same inputs"
-                raise ModelError(msg)
+                raise ModelError(OTHERWISE.format(self.block.name))
             self._flow(tensors, grads)
         return [x.grad for x in fresh]
-
-    def _compute_counted(self, bound: Bound) -> tuple[Any, list[Tensor], list[Tensor]]:
-        """Run again, and let the plan learn how much the graph holds."""
-        if not self.keepable:
-            return self._compute()
-        saver = Saver(bound)
-        with torch.autograd.graph.saved_tensors_hooks(saver.pack, bound.later.unpack):
-            result = self._compute()
-        self._count(bound, saver)
-        return result
 
     def _use(
         self, kept: Kept, grads: Sequence[Tensor | None], bound: Bound
@@ -234,6 +235,10 @@ class BlockCall:
             self._flow(kept.tensors, grads)
         else:
             check_same_weights(self.block, kept.later.version, bound.version)
+            if kept.is_empty():
+                with self._as_it_was():
+                    kept.fill(bound, self._compute)
+                self._count(bound, kept)
             with kept.later.found_in(bound):
                 self._flow(kept.tensors, grads)
         kept.release()
@@ -386,13 +391,26 @@ def check_same_weights(block: Block, then: int, now: int) -> None:
         raise ModelError(msg)
 
 
-def refuse_gradient(block: str) -> Callable[[Tensor], None]:
+def refuse_gradient(block: str) -> Callable[[object], None]:
     """Return a hook for tensors of a run whose graph must not be used: a gradient there would be lost."""
 
-    def refuse(_: Tensor) -> None:
+    def refuse(_: object) -> None:
         raise ModelError(ESCAPED.format(block))
 
     return refuse
+
+
+def _seal(tensors: Sequence[Tensor], block: str) -> None:
+    """Let a gradient that reaches a used graph raise an error that names the block: torch's own names none."""
+    refuse = refuse_gradient(block)
+    todo, seen = [tensor.grad_fn for tensor in tensors], set()
+    while todo:
+        node = todo.pop()
+        # Leaves belong to other graphs as well, and have hooks of their own.
+        if node is not None and node not in seen and node.next_functions:
+            seen.add(node)
+            node.register_prehook(refuse)
+            todo += [following for following, _ in node.next_functions]
 
 
 def keep_weights(block: Block, result: Any) -> Any:

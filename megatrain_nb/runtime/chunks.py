@@ -403,11 +403,11 @@ class LossCall(BlockCall):
         super().run(bound, turning=turning)
 
     def backward(
-        self, grads: Sequence[Tensor | None], bound: Bound
+        self, grads: Sequence[Tensor | None], bound: Bound, *, seal: bool = False
     ) -> list[Tensor | None]:
         """Send the loss's gradient back."""
         self._task.way = Way.LATER
-        return super().backward(grads, bound)
+        return super().backward(grads, bound, seal=seal)
 
     def end_turn(self) -> None:
         """Take back the gradients of a loss whose backward does not come now."""

@@ -6,6 +6,11 @@ back elsewhere. So what autograd saves of it (the weight, or a view such as its 
 kept as it is, with its version: what was changed in place since makes the call compute again.
 Gradients go to the parameters that are bound at backward, through hooks on those of the forward.
 
+[Note: places are kept where tensors are not] Where the budget does not allow them, the graph of the forward
+stays without its tensors, and backward runs the block again to fill their places. That run ends with the
+last place: what comes after it (the block's last product, usually) makes outputs that nobody needs. torch's
+own non-reentrant checkpoint does the same (torch.utils.checkpoint, ``early_stop``).
+
 [Note: whoever else holds a weight] An operation may hold a weight without telling autograd (an attribute of
 its ctx, a closure). Then the numbers behind it would be those of another block by the time of backward.
 So the references to each weight and its memory are counted before and after: one more, and nothing is kept.
@@ -17,7 +22,7 @@ import logging
 import math
 import sys
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,7 +47,12 @@ ESCAPED = (
     "attribute), and a gradient reached it: it would be lost. Return it from the block's forward"
 )
 
-# Without these private functions of torch nothing is kept.
+OTHERWISE = (
+    "{} computes otherwise when it is run again on the same inputs, as it must be for its gradients; let its forward "
+    "depend on nothing but its arguments, weights, buffers and torch's random numbers"
+)
+
+# Without these private functions of torch no graph outlives its forward.
 _COUNTABLE = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 
 
@@ -56,18 +66,29 @@ class WeightView(NamedTuple):
 
 
 class Saved:
-    """A tensor that autograd saved, and its version then."""
+    """The place of a tensor that autograd saved: the tensor and its version then, or nothing until it is filled."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "_traits", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor: Tensor | None = tensor
         self.version = tensor._version
+        self._traits = _traits(tensor)
 
     @property
     def changed(self) -> bool:
         """Whether it was changed in place since."""
-        return self.tensor._version != self.version
+        return self.tensor is not None and self.tensor._version != self.version
+
+    def empty(self) -> None:
+        """Keep the place only."""
+        self.tensor = None
+
+    def fill(self, tensor: Tensor) -> bool:
+        """Put the tensor of another run in an empty place; False if it is of another kind."""
+        if self.tensor is None:
+            self.tensor, self.version = tensor, tensor._version
+        return _traits(tensor) == self._traits
 
 
 class Later:
@@ -109,6 +130,8 @@ class Later:
         if packed.changed:
             msg = f"{self._block}: a tensor that its backward needs was changed in place after it was computed"
             raise ModelError(msg)
+        if packed.tensor is None:
+            raise ModelError(OTHERWISE.format(self._block))
         return packed.tensor
 
     def check(self, _: Tensor) -> None:
@@ -132,49 +155,36 @@ class Later:
 
 
 class Saver:
-    """Packs what autograd saves during one run of a block, and counts it."""
+    """Packs what autograd saves during one run of a block, and counts it.
 
-    def __init__(self, bound: Bound) -> None:
+    Parameters
+    ----------
+    bound
+        The loaded block.
+    keep
+        Keep tensors, not only their places.
+    """
+
+    def __init__(self, bound: Bound, *, keep: bool) -> None:
         self._bound = bound
-        self._weights = {
-            flat.untyped_storage().data_ptr(): (pack, flat.dtype)
-            for pack, flat in bound.flats.items()
-        }
+        self._keep = keep
         self._references = self._count_references()
         self._found: list[weakref.ref[Saved]] = []
 
     def pack(self, tensor: Tensor) -> Saved | WeightView:
         """Take one tensor that autograd saves."""
-        tensor = tensor.detach()  # an output of a node must not hold its own graph
-        storage = _storage(tensor)
-        found = None if storage is None else self._weights.get(storage.data_ptr())
-        if found is not None:
-            pack, dtype = found
-            if tensor.dtype == dtype and not tensor.is_neg():
-                return WeightView(
-                    pack,
-                    tuple(tensor.shape),
-                    tensor.stride(),
-                    int(tensor.storage_offset()),
-                )
-            tensor = tensor.clone()
-        saved = Saved(tensor)
+        found = found_in(self._bound, tensor)
+        if isinstance(found, WeightView):
+            return found
+        saved = Saved(found)
+        if not self._keep:
+            saved.empty()
         self._found.append(weakref.ref(saved))
         return saved
 
-    def saved(self) -> list[weakref.ref[Saved]]:
-        """Return what the graph still holds."""
-        return [ref for ref in self._found if ref() is not None]
-
-    def num_bytes(self, lives_on: Iterable[Tensor]) -> int:
-        """Return the bytes of the distinct storages in the graph, without those of ``lives_on``."""
-        besides = {_identity(tensor) for tensor in lives_on}
-        sizes = {}
-        for ref in self._found:
-            saved = ref()
-            if saved is not None:
-                sizes[_identity(saved.tensor)] = _size(saved.tensor)
-        return sum(size for key, size in sizes.items() if key not in besides)
+    def places(self) -> list[weakref.ref[Saved]]:
+        """Return all in the order in which they came; those that the graph has let go of are dead."""
+        return self._found
 
     def weights_are_free(self) -> bool:
         """Whether nothing but the block's modules and autograd's own leaves holds a weight."""
@@ -200,10 +210,8 @@ class Kept:
         The call's output tensors and the input leaves, as they are in the graph.
     later
         Where the graph's weights will be found; None if they stay loaded until backward.
-    saved
-        What the graph holds.
-    give
-        Called once when the graph is let go.
+    places
+        Of what the graph holds.
     """
 
     def __init__(
@@ -211,24 +219,109 @@ class Kept:
         tensors: list[Tensor],
         fresh: list[Tensor],
         later: Later | None = None,
-        saved: Sequence[weakref.ref[Saved]] = (),
-        give: Callable[[], None] = lambda: None,
+        places: Sequence[weakref.ref[Saved]] = (),
     ) -> None:
         self.tensors = tensors
         self.fresh = fresh
         self.later = later
-        self._saved = saved
-        self._release = weakref.finalize(self, give)
-        self._release.atexit = False
+        self._places = places
+        self._release: Callable[[], object] = bool
+
+    def on_release(self, give: Callable[[], None]) -> None:
+        """Have ``give`` called once when the graph is let go."""
+        self._release = finalizer = weakref.finalize(self, give)
+        finalizer.atexit = False
 
     def usable(self) -> bool:
         """Whether nothing of it was changed in place since."""
-        found = (ref() for ref in self._saved)
-        return not any(saved is not None and saved.changed for saved in found)
+        return not any(saved.changed for saved in self._saved())
+
+    def is_empty(self) -> bool:
+        """Whether it waits for the tensors of another run."""
+        return any(saved.tensor is None for saved in self._saved())
+
+    def empty(self) -> None:
+        """Keep the places only."""
+        for saved in self._saved():
+            saved.empty()
+
+    def fill(self, bound: Bound, run: Callable[[], object]) -> None:
+        """Run the block again, as far as its graph needs, and put what autograd would save in the empty places.
+
+        Raises
+        ------
+        ModelError
+            It saves something else than before.
+        """
+        filler = _Filler(bound, self._places)
+        with (
+            suppress(_FilledError),
+            torch.autograd.graph.saved_tensors_hooks(filler.pack, _never),
+        ):
+            run()
+        if filler.differs or self.is_empty():
+            raise ModelError(OTHERWISE.format(bound.name))
+
+    def num_bytes(self, lives_on: Iterable[Tensor]) -> int:
+        """Return the bytes of the distinct storages in the graph, without those of ``lives_on``."""
+        besides = {_identity(tensor) for tensor in lives_on}
+        tensors = [saved.tensor for saved in self._saved() if saved.tensor is not None]
+        sizes = {_identity(tensor): _size(tensor) for tensor in tensors}
+        return sum(size for key, size in sizes.items() if key not in besides)
 
     def release(self) -> None:
         """Give its bytes back to the budget."""
         self._release()
+
+    def _saved(self) -> Iterator[Saved]:
+        for ref in self._places:
+            saved = ref()
+            if saved is not None:
+                yield saved
+
+
+class _FilledError(Exception):
+    """Ends a run of a block, from inside an operation, once everything is there that backward needs."""
+
+
+class _Filler:
+    """Puts what autograd saves in a second run in the places of the first."""
+
+    def __init__(self, bound: Bound, places: Sequence[weakref.ref[Saved]]) -> None:
+        self.differs = False
+        self._bound = bound
+        self._places = places
+        alive = (index for index, ref in enumerate(places) if ref() is not None)
+        self._last = max(alive, default=-1)
+        self._next = 0
+
+    def pack(self, tensor: Tensor) -> None:
+        found = found_in(self._bound, tensor)
+        if isinstance(found, WeightView):
+            return
+        index, self._next = self._next, self._next + 1
+        saved = self._places[index]() if index <= self._last else None
+        if saved is not None and not saved.fill(found):
+            self.differs = True
+        if index >= self._last or self.differs:
+            raise _FilledError
+
+
+def _never(_: None) -> Tensor:
+    raise AssertionError
+
+
+def found_in(bound: Bound, tensor: Tensor) -> Tensor | WeightView:
+    """Return where in the loaded weights a tensor lies that autograd saves, or the tensor without its own graph."""
+    tensor = tensor.detach()  # an output of a node must not hold its own graph
+    storage = _storage(tensor)
+    pack = None if storage is None else bound.pack_at(storage.data_ptr())
+    if pack is None:
+        return tensor
+    if tensor.dtype != bound.flats[pack].dtype or tensor.is_neg():
+        return tensor.clone()
+    size, offset = tuple(tensor.shape), int(tensor.storage_offset())
+    return WeightView(pack, size, tensor.stride(), offset)
 
 
 class Keeping:
@@ -268,6 +361,10 @@ class Keeping:
         """Whether calls of this block should keep their activations."""
         return block in self._chosen
 
+    def refuses(self, block: int) -> bool:
+        """Whether no graph of this block may outlive its forward."""
+        return not _COUNTABLE or block in self._refused
+
     def learn(self, block: Block, num_bytes: int) -> None:
         """Note what a call of the block keeps, or would keep."""
         index = block.spec.index
@@ -275,9 +372,9 @@ class Keeping:
             self._seen[index] = self._seen.get(index, 0) + num_bytes
 
     def refuse(self, block: Block) -> None:
-        """Never let this block keep its activations."""
+        """Never let a graph of this block outlive its forward."""
         logger.info(
-            "%s computes again in backward: an operation in it holds a weight beyond autograd's knowledge",
+            "%s computes all of it again in backward: an operation in it holds a weight beyond autograd's knowledge",
             block.name,
         )
         for known in (self._num_bytes, self._seen):
@@ -340,6 +437,10 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
 def _identity(tensor: Tensor) -> int:
     storage = _storage(tensor)
     return id(tensor) if storage is None else storage.data_ptr()
+
+
+def _traits(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _size(tensor: Tensor) -> int:
