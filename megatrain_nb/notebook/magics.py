@@ -183,6 +183,7 @@ class MegatrainMagics(Magics):
             "optimizer_compression": args.compress or False,
             "weight_compression": args.compress_weights or False,
             "device": args.device,
+            "crash_safe": args.crash_safe,
         }
         session = mt.init(**options)
         self._shell.db[_LAST_INIT] = options

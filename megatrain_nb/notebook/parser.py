@@ -15,6 +15,9 @@ from megatrain_nb.units import parse_size
 
 NO_SESSION = "no session is open; open one: %megatrain init --offload-dir DIR"
 
+# What --crash-safe takes; None of mt.init is to leave it out.
+CRASH_SAFE = ["step"]
+
 _EXAMPLE = """\
 Example, three cells:
 
@@ -177,6 +180,13 @@ def _commands() -> dict[str, _Parser]:
         help="weights: lossless, packed on disk; as they are if left out",
     )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
+    init.add_argument(
+        "--crash-safe",
+        choices=CRASH_SAFE,
+        metavar="WHAT",
+        help="step: mt.Trainer keeps every step, so that a crash costs the one in progress at most; takes a second "
+        "version of every tile on disk",
+    )
     probe = _Parser(
         prog="%megatrain probe",
         description="measure this machine (20 s, once); returns the Machine",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import weakref
 import zipfile
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,31 +47,31 @@ OLD, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 @dataclass(eq=False)
 class File:
-    """A file that tensors are read from; open from the first read until `close`, or until nobody holds it."""
+    """A file that tensors are read from; open only while it is read, because there may be thousands of them.
+
+    It has to stay the file that it was at the first read: one that was written anew meanwhile is refused.
+    """
 
     path: Path
-    _number: int | None = field(default=None, init=False)
+    _known: tuple[int, ...] | None = field(default=None, init=False)
 
     def read_into(self, data: memoryview, offset: int) -> None:
-        """Fill ``data`` with the bytes from ``offset`` on.
+        """Fill ``data`` with the bytes from ``offset`` on; any thread may.
 
         Raises
         ------
         StoreError
-            The disk failed, or the file is shorter now than when it was opened.
+            The disk failed, or the file is another one now, or shorter, than at the first read.
         """
         done = 0
         try:
-            if self._number is None:
-                number = os.open(self.path, os.O_RDONLY)
-                self._closing = weakref.finalize(self, os.close, number)
-                self._number = number
-            while done < len(data):
-                count = os.preadv(self._number, [data[done:]], offset + done)
-                if count == 0:
-                    msg = f"{self.path} ended at byte {offset + done} while it was read; it is being changed, or damaged"
-                    raise StoreError(msg)
-                done += count
+            with self._opened() as number:
+                while done < len(data):
+                    count = os.preadv(number, [data[done:]], offset + done)
+                    if count == 0:
+                        msg = f"{self.path} ended at byte {offset + done} while it was read; it is being changed, or damaged"
+                        raise StoreError(msg)
+                    done += count
         except OSError as error:
             msg = (
                 f"reading {self.path} at byte {offset + done} failed: {error.strerror}"
@@ -87,11 +86,19 @@ class File:
             msg = f"{self.path}: {error.strerror}"
             raise StoreError(msg) from error
 
-    def close(self) -> None:
-        """Close it; a second call does nothing."""
-        if self._number is not None:
-            self._closing()
-            self._number = None
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            status = os.fstat(number)
+            now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+            if self._known not in (None, now):
+                msg = f"{self.path} was written anew while it was being loaded; load it again when that is over"
+                raise StoreError(msg)
+            self._known = now
+            yield number
+        finally:
+            os.close(number)
 
 
 @dataclass(frozen=True)
@@ -152,23 +159,10 @@ def tree_of(name: str, tensor: Tensor) -> Node:
     return node_of(tensor) or at(InRam(name, tensor, tuple(tensor.shape)))
 
 
-@dataclass
-class Checkpoint:
-    """The tensors of a folder, by the names in its files; `close` it when they have been read."""
-
-    tensors: dict[str, LazyTensor]
-    files: list[File]
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self.files:
-            file.close()
-
-
 def open_checkpoint(
     folder: Path, *, variant: str | None = None, most_bytes: int
-) -> Checkpoint:
-    """Find a folder's weights, and read what they say of themselves.
+) -> dict[str, LazyTensor]:
+    """Find a folder's weights, and return its tensors by the names in its files, not read yet.
 
     Parameters
     ----------
@@ -197,7 +191,9 @@ def open_checkpoint(
     raise ArgumentError(msg)
 
 
-def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkpoint:
+def _open(
+    folder: Path, path: Path, *, sharded: bool, most_bytes: int
+) -> dict[str, LazyTensor]:
     weight_map = _read_index(path) if sharded else {}
     names = list(dict.fromkeys(weight_map.values())) if sharded else [path.name]
     files = [File(folder / name) for name in names]
@@ -217,7 +213,7 @@ def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkp
                 raise StoreError(msg)
         found.update({key: x for key, x in tensors.items()
                       if weight_map.get(key, name) == name})  # fmt: skip
-    return Checkpoint(found, files)
+    return found
 
 
 def _with_variant(name: str, variant: str | None) -> str:

@@ -49,6 +49,7 @@ def test_init_opens_and_returns_a_session(
         "optimizer_compression": False,
         "weight_compression": False,
         "device": "cpu",
+        "crash_safe": None,
     }
     assert str(session.options["offload_dir"]) == "/nvme/run"
     assert capsys.readouterr().out == ""
