@@ -206,7 +206,7 @@ def _commands() -> dict[str, _Parser]:
     resume = _Parser(
         prog="%megatrain resume",
         description="go on from a checkpoint; after a kernel restart, open the session again first",
-        epilog="Make model and optimizer as before, then run it; without a session it opens the last one again.",
+        epilog="Make model and optimizer as before, then run it; without a session it opens the last one of this notebook again.",
     )
     resume.add_argument(
         "name", nargs="?", metavar="NAME", help="which checkpoint; the last one"

@@ -101,6 +101,23 @@ def test_resume_remembers_the_directory(
     assert not directory.exists()
 
 
+def test_each_notebook_has_a_directory_of_its_own(
+    shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two notebooks share what IPython remembers; a third one gets what was asked for last."""
+    for notebook in ("a.ipynb", "b.ipynb"):
+        (tmp_path / notebook).mkdir()
+        monkeypatch.setenv("JPY_SESSION_NAME", notebook)
+        run(shell, f"%megatrain init --offload-dir {tmp_path / notebook};")
+        fake.current.close()
+    for notebook, expected in (("a.ipynb", "a"), ("b.ipynb", "b"), ("c.ipynb", "b")):
+        monkeypatch.setenv("JPY_SESSION_NAME", notebook)
+        run(shell, "%megatrain resume;")
+        found = str(fake.current.options["offload_dir"])
+        assert found == str(tmp_path / f"{expected}.ipynb")
+        fake.current.close()
+
+
 def test_variables_and_home_are_expanded(
     shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,10 @@ def test_resume_after_a_restart(kernel: Kernel, tmp_path: Path) -> None:
     kernel.client.wait_for_ready(timeout=60)
 
     told, _ = run(kernel, f"%load_ext megatrain_nb\n{SETUP}\n%megatrain resume;")
-    assert "session opened again; last checkpoint: 'step-3', step 3, saved" in told
+    assert (
+        f"session in {tmp_path}/o opened again; last checkpoint: 'step-3', step 3, saved"
+        in told
+    )
     assert "Run the cells that make the model" in told
     _, value = run(
         kernel,
