@@ -68,6 +68,8 @@ def save(model: Any, folder: Path, dtype: torch.dtype, log: Log) -> None:
         name: x.detach().clone().to(dtype) for name, x in model.named_parameters()
     }
     values |= {name: x for name, x in model.named_buffers() if name in kept}
+    if hasattr(model, "config"):
+        model.config.saved_as = str(dtype)
     log.say("save", saving=digest(values))
     mt.save_pretrained(model, folder, dtype=dtype)
     log.say("step", saved=True)
@@ -193,8 +195,8 @@ def check_saved(directory: Path, found: list[dict[str, Any]], saved: set[str]) -
     assert digest(values) in saved, [each for each in found if "saving" in each][-2:]
     if config.exists():
         dtype = next(x.dtype for x in values.values() if x.is_floating_point())
-        told = json.loads(config.read_text())["dtype"]
-        assert f"torch.{told}" == str(dtype), (told, dtype)
+        told = json.loads(config.read_text())["saved_as"]
+        assert told == str(dtype), (told, dtype)
 
 
 def check(directory: Path, found: list[dict[str, Any]], expected: Expected) -> int:
