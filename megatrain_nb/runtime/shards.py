@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zipfile
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.runtime.lazy import LazyTensor, at, lazy, node_of, num_bytes
+from megatrain_nb.store.infile import InFile
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,68 +45,12 @@ SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-@dataclass(eq=False)
-class File:
-    """A file that tensors are read from; open only while it is read, because there may be thousands of them.
-
-    It has to stay the file that it was at the first read: one that was written anew meanwhile is refused.
-    """
-
-    path: Path
-    _known: tuple[int, ...] | None = field(default=None, init=False)
-
-    def read_into(self, data: memoryview, offset: int) -> None:
-        """Fill ``data`` with the bytes from ``offset`` on; any thread may.
-
-        Raises
-        ------
-        StoreError
-            The disk failed, or the file is another one now, or shorter, than at the first read.
-        """
-        done = 0
-        try:
-            with self._opened() as number:
-                while done < len(data):
-                    count = os.preadv(number, [data[done:]], offset + done)
-                    if count == 0:
-                        msg = f"{self.path} ended at byte {offset + done} while it was read; it is being changed, or damaged"
-                        raise StoreError(msg)
-                    done += count
-        except OSError as error:
-            msg = (
-                f"reading {self.path} at byte {offset + done} failed: {error.strerror}"
-            )
-            raise StoreError(msg) from error
-
-    def num_bytes(self) -> int:
-        """Return its length."""
-        try:
-            return self.path.stat().st_size
-        except OSError as error:
-            msg = f"{self.path}: {error.strerror}"
-            raise StoreError(msg) from error
-
-    @contextmanager
-    def _opened(self) -> Iterator[int]:
-        number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            status = os.fstat(number)
-            now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            if self._known not in (None, now):
-                msg = f"{self.path} was written anew while it was being loaded; load it again when that is over"
-                raise StoreError(msg)
-            self._known = now
-            yield number
-        finally:
-            os.close(number)
-
-
 @dataclass(frozen=True)
 class FilePart:
     """A stretch of a file that holds a tensor, row by row."""
 
     name: str
-    file: File
+    file: InFile
     offset_bytes: int
     shape: Shape
     dtype: torch.dtype
@@ -196,7 +140,7 @@ def _open(
 ) -> dict[str, LazyTensor]:
     weight_map = _read_index(path) if sharded else {}
     names = list(dict.fromkeys(weight_map.values())) if sharded else [path.name]
-    files = [File(folder / name) for name in names]
+    files = [InFile(folder / name) for name in names]
     found: dict[str, LazyTensor] = {}
     for name, file in zip(names, files, strict=True):
         if not file.path.is_file():
@@ -244,7 +188,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def open_file(file: File) -> dict[str, LazyTensor]:
+def open_file(file: InFile) -> dict[str, LazyTensor]:
     """Return the tensors of one safetensors file, each checked against the file's length.
 
     Raises
@@ -288,7 +232,7 @@ def open_file(file: File) -> dict[str, LazyTensor]:
     return {key: lazy(at(part)) for key, part in parts.items()}
 
 
-def _part(file: File, key: str, entry: Any, begin: int) -> FilePart:
+def _part(file: InFile, key: str, entry: Any, begin: int) -> FilePart:
     """Check what a header says of one tensor."""
     good = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
     if good:
@@ -332,7 +276,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_bin(file: File, most_bytes: int) -> dict[str, LazyTensor]:
+def _read_bin(file: InFile, most_bytes: int) -> dict[str, LazyTensor]:
     """Return the tensors of a file that torch.save wrote; where they are in it, torch says."""
     path, size = file.path, file.num_bytes()
     zipped = zipfile.is_zipfile(path)
@@ -381,7 +325,7 @@ def _check_zip(path: Path) -> None:
                 raise ValueError(msg)
 
 
-def _stored(file: File, key: str, value: Tensor, size: int) -> LazyTensor:
+def _stored(file: InFile, key: str, value: Tensor, size: int) -> LazyTensor:
     """Return a tensor of a .bin as the stretch of the file that it is."""
     storage: Any = value.untyped_storage()
     begin = int(storage._checkpoint_offset)

@@ -200,7 +200,7 @@ def test_a_folder_that_cannot_be_exchanged(
     with_others(directory, OTHERS)
     calls = []
 
-    def refuses(*_: object) -> None:
+    def refuses(*_: object, **__: object) -> None:
         calls.append(why)
         raise OSError
 

@@ -555,7 +555,7 @@ def test_an_old_bin_that_would_not_fit(saved: Path) -> None:
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Reads fail after some; the list counts them."""
     calls = [0]
-    original = shards.File.read_into
+    original = shards.InFile.read_into
 
     def read_into(self: Any, data: memoryview, offset: int) -> None:
         if offset > 5000:
@@ -565,7 +565,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 raise mt.StoreError(msg)
         original(self, data, offset)
 
-    monkeypatch.setattr(shards.File, "read_into", read_into)
+    monkeypatch.setattr(shards.InFile, "read_into", read_into)
     return calls
 
 
