@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,10 +32,17 @@ class InFile:
     """A file; open only while it is read, because there may be thousands of them.
 
     It has to stay the file that it was at the first read: one that was written anew meanwhile is refused.
+
+    Attributes
+    ----------
+    path
+        Where it is.
+    identity
+        Which file has to be there (`identity_of`); None for the one of the first read.
     """
 
     path: Path
-    _known: tuple[int, ...] | None = field(default=None, init=False)
+    identity: tuple[int, ...] | None = None
 
     def read_into(self, data: memoryview, offset: int) -> None:
         """Fill ``data`` with the bytes from ``offset`` on; any thread may.
@@ -67,12 +74,11 @@ class InFile:
     def _opened(self, flags: int = 0) -> Iterator[int]:
         number = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | flags)
         try:
-            status = os.fstat(number)
-            now = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-            if self._known not in (None, now):
+            now = identity_of(os.fstat(number))
+            if self.identity not in (None, now):
                 msg = f"{self.path} was written anew while it was being loaded; load it again when that is over"
                 raise StoreError(msg)
-            self._known = now
+            self.identity = now
             yield number
         finally:
             os.close(number)
@@ -109,6 +115,11 @@ class InFile:
         if count <= 0:
             msg = f"{self.path} ended at byte {offset} while it was read; it is being changed, or damaged"
             raise StoreError(msg)
+
+
+def identity_of(status: os.stat_result) -> tuple[int, ...]:
+    """Return what tells a file from another one, and from itself when it has been written to."""
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _in_cache(number: int, offset: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import mmap
 import resource
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import fill, progress, shards
+from megatrain_nb.runtime import fill, mapped, progress, shards
 from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.piece import What
@@ -222,8 +223,8 @@ def test_plain_from_pretrained_and_wrap(
     plain = plain_loaded("llama", saved, dtype)
     with opened(tmp_path / "store", "disk"):
         model = plain_loaded("llama", saved, dtype)
-        mapped = fill.Mapped()
-        assert all(mapped.holds(param) for param in model.parameters()) == (
+        regions = mapped.Mapped()
+        assert all(regions.holds(param) for param in model.parameters()) == (
             dtype == "float32"
         )
         model, _ = mt.wrap(model)
@@ -236,10 +237,57 @@ def test_what_was_changed_in_a_mapped_file_counts(saved: Path, tmp_path: Path) -
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(2)
-        fill.Mapped().let_go(model.lm_head.weight.data)
+        mapped.Mapped().let_go(model.lm_head.weight.data)
         expected = parameters(model)
         model, _ = mt.wrap(model)
         assert_same(parameters(model), expected, "weight")
+
+
+@pytest.mark.parametrize("how", ["as it is", "looked at", "one value", "replaced", "gone"])  # fmt: skip
+def test_a_mapped_file_is_read_where_nobody_has_changed_it(
+    how: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = shards.FilePart.read_into
+
+    def read_into(self: Any, values: torch.Tensor, start: int) -> None:
+        read.append(self.name)
+        original(self, values, start)
+
+    monkeypatch.setattr(shards.FilePart, "read_into", read_into)
+    with opened(tmp_path / "store", "disk"):
+        model = plain_loaded("llama", saved)
+        names = [name for name, _ in model.named_parameters()]
+        pages = {param.data_ptr() // mmap.PAGESIZE for param in model.parameters()}
+        assert len(pages) > 5, "one page would hold all"
+        changed = model.model.layers[1].mlp.up_proj.weight
+        if how == "looked at":
+            assert all(bool(param.detach().any()) for param in model.parameters())
+        if how == "one value":
+            with torch.no_grad():
+                changed[-1, -1] += 1
+        expected = parameters(model) if how != "as it is" else None
+        if how == "replaced":
+            other = tmp_path / "other"
+            shutil.copy(saved / "model.safetensors", other)
+            with other.open("r+b") as file:
+                file.seek(-1000, 2)
+                file.write(bytes(1000))
+            other.replace(saved / "model.safetensors")
+        if how == "gone":
+            (saved / "model.safetensors").unlink()
+        model, _ = mt.wrap(model)
+        if expected is None:
+            expected = parameters(plain_loaded("llama", saved))
+        assert_same(parameters(model), expected, "weight")
+    if how in ("as it is", "looked at"):
+        assert set(read) == set(names)
+    elif how == "one value":
+        assert set(read) < set(names)
+        assert read
+        assert "model.layers.1.mlp.up_proj.weight" not in read
+    else:
+        assert read == []
 
 
 # -- models on the meta device, and accelerate's ---------------------------------------------------------
@@ -611,8 +659,8 @@ def test_a_store_that_fails_gives_the_mapped_model_back(
         monkeypatch.setattr(fill, "stream_parameter", fails)
         with pytest.raises(mt.StoreError, match="full"):
             mt.wrap(model)
-        mapped = fill.Mapped()
-        assert all(mapped.holds(param) for param in model.parameters())
+        regions = mapped.Mapped()
+        assert all(regions.holds(param) for param in model.parameters())
         assert_same(parameters(model), parameters(plain), "weight")
 
 
