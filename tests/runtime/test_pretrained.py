@@ -21,6 +21,7 @@ from megatrain_nb.runtime import fill, mapped, progress, shards
 from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.piece import What
+from megatrain_nb.store import infile
 from tests.runtime.common import TinyLM, differing, seeded, snapshot
 from tests.runtime.models import (
     EVERY,
@@ -611,7 +612,7 @@ def test_an_old_bin_that_would_not_fit(saved: Path) -> None:
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Reads fail after some; the list counts them."""
     calls = [0]
-    original = shards.InFile.read_into
+    original = infile.InFile.read_into
 
     def read_into(self: Any, data: memoryview, offset: int) -> None:
         if offset > 5000:
@@ -621,7 +622,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 raise mt.StoreError(msg)
         original(self, data, offset)
 
-    monkeypatch.setattr(shards.InFile, "read_into", read_into)
+    monkeypatch.setattr(infile.InFile, "read_into", read_into)
     return calls
 
 

@@ -175,7 +175,7 @@ def test_random_damage(
 ) -> None:
     # A link to it instead of the tiles would do as well, were it followed.
     outside = tmp_path / "outside"
-    outside.write_bytes((sound / "tiles.bin").read_bytes() + bytes(2**20))
+    outside.write_bytes((sound / "tiles.bin").read_bytes() + bytes(2**16))
     content = outside.read_bytes()
     outcomes = {"refused": 0, "read": 0}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
