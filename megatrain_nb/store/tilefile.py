@@ -245,7 +245,7 @@ class TileFile:
         if stat.S_ISREG(status.st_mode):
             return (
                 f"{self.path} has a second name elsewhere (a hard link), and what is written here would change it there; "
-                "make a copy of its own of it"
+                f"give it a copy of its own: cp {self.path.name} new && mv new {self.path.name}"
             )
         return f"{self.path} is not a regular file; delete it"
 
