@@ -15,7 +15,12 @@ from IPython.core.completer import (
 )
 
 from megatrain_nb.codec.names import LOSSLESS, NAMES
-from megatrain_nb.notebook.parser import CELL_OPTIONS, COMMANDS, options_of
+from megatrain_nb.notebook.parser import (
+    CELL_OPTIONS,
+    COMMANDS,
+    CRASH_SAFE,
+    options_of,
+)
 from megatrain_nb.notebook.surface import MODES
 from megatrain_nb.runtime.current import current_session
 
@@ -27,6 +32,7 @@ _LINE = re.compile(r"\s*(?:[\w, ]+=\s*)?(%%?)megatrain\s+(.*)")
 _VALUES = {
     "--compress": [LOSSLESS, *NAMES],
     "--compress-weights": [LOSSLESS],
+    "--crash-safe": CRASH_SAFE,
     "--device": ["cpu", "cuda"],
 }
 _LAST_WORD = re.compile(r"(?:\\.|[^\s\\])*$")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -56,7 +57,9 @@ _COMMANDS = {
     "close": "_close",
     "help": "_help",
 }
-_LAST_INIT = "megatrain_nb/last_init"
+# By notebook, what each asked for last; the one that asked last of all comes last.
+_LAST_INITS = "megatrain_nb/last_inits"
+_MOST_NOTEBOOKS = 100
 _CALL = "get_ipython().run_cell_magic('megatrain', "
 _AWAITED_CALL = "await get_ipython().run_cell_magic('megatrain_awaited', "
 _EMPTY_BODY = ", '')\n"
@@ -183,10 +186,17 @@ class MegatrainMagics(Magics):
             "optimizer_compression": args.compress or False,
             "weight_compression": args.compress_weights or False,
             "device": args.device,
+            "crash_safe": args.crash_safe,
         }
         session = mt.init(**options)
-        self._shell.db[_LAST_INIT] = options
+        self._remember(options)
         return session
+
+    def _remember(self, options: dict[str, object]) -> None:
+        asked = dict(self._shell.db.get(_LAST_INITS, {}))
+        asked.pop(_notebook(), None)
+        asked[_notebook()] = options
+        self._shell.db[_LAST_INITS] = dict(list(asked.items())[-_MOST_NOTEBOOKS:])
 
     def _status(self, _args: Namespace) -> object:
         return _open_session().status()
@@ -198,9 +208,10 @@ class MegatrainMagics(Magics):
         session = current_session()
         if session is not None:
             return session.resume(args.name, weights_only=args.weights_only)
-        options = self._shell.db.get(_LAST_INIT)
-        if options is None:
+        asked = self._shell.db.get(_LAST_INITS, {})
+        if not asked:
             raise UsageError(NO_SESSION)
+        options = asked.get(_notebook()) or [*asked.values()][-1]
         if not Path(options["offload_dir"]).is_dir():
             msg = (
                 f"the directory of the last %megatrain init, {options['offload_dir']}, is not there any more; "
@@ -210,12 +221,12 @@ class MegatrainMagics(Magics):
         session = mt.init(**options)
         held = session.checkpoints()
         if not held:
-            print(f"session opened again; {options['offload_dir']} holds no checkpoint")
+            print(f"session in {options['offload_dir']} opened again; no checkpoint is in it")  # fmt: skip
             return session
         print(
-            f"session opened again; last checkpoint: {held[-1].label}. Run the cells that make the model, the "
-            "optimizer and what you registered, then %megatrain resume once more; with mt.Trainer call "
-            "trainer.train(resume_from_checkpoint=True)"
+            f"session in {options['offload_dir']} opened again; last checkpoint: {held[-1].label}. Run the cells that "
+            "make the model, the optimizer and what you registered, then %megatrain resume once more; with mt.Trainer "
+            "call trainer.train(resume_from_checkpoint=True)"
         )
         return session
 
@@ -247,6 +258,11 @@ class MegatrainMagics(Magics):
 
 
 MegatrainMagics.megatrain.__doc__ = overview()
+
+
+def _notebook() -> str:
+    """Return which notebook this kernel is of, as Jupyter's server says; empty where nobody says."""
+    return os.environ.get("JPY_SESSION_NAME", "")
 
 
 def _open_session() -> Session:

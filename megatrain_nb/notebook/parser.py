@@ -15,6 +15,9 @@ from megatrain_nb.units import parse_size
 
 NO_SESSION = "no session is open; open one: %megatrain init --offload-dir DIR"
 
+# What --crash-safe takes; None of mt.init is to leave it out.
+CRASH_SAFE = ["step"]
+
 _EXAMPLE = """\
 Example, three cells:
 
@@ -177,6 +180,13 @@ def _commands() -> dict[str, _Parser]:
         help="weights: lossless, packed on disk; as they are if left out",
     )
     init.add_argument("--device", help="cpu, cuda, cuda:1; a GPU if there is one")
+    init.add_argument(
+        "--crash-safe",
+        choices=CRASH_SAFE,
+        metavar="WHAT",
+        help="step: mt.Trainer keeps every step, so that a crash costs the one in progress at most; takes a second "
+        "version of every tile on disk",
+    )
     probe = _Parser(
         prog="%megatrain probe",
         description="measure this machine (20 s, once); returns the Machine",
@@ -196,7 +206,7 @@ def _commands() -> dict[str, _Parser]:
     resume = _Parser(
         prog="%megatrain resume",
         description="go on from a checkpoint; after a kernel restart, open the session again first",
-        epilog="Make model and optimizer as before, then run it; without a session it opens the last one again.",
+        epilog="Make model and optimizer as before, then run it; without a session it opens the last one of this notebook again.",
     )
     resume.add_argument(
         "name", nargs="?", metavar="NAME", help="which checkpoint; the last one"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -38,12 +38,17 @@ from megatrain_nb.runtime.progress import byte_bar
 from megatrain_nb.runtime.shards import DTYPES, SAFE_INDEX, tree_of
 from megatrain_nb.runtime.source import MasterSource, PieceSource
 from megatrain_nb.runtime.tensor import source_of
+from megatrain_nb.store.base import ALIGN_BYTES, round_up
+from megatrain_nb.store.host import map_pages
+from megatrain_nb.store.outfile import FileWriter
+from megatrain_nb.store.preflight import takes_direct
 from megatrain_nb.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
+    from numpy.typing import NDArray
     from tqdm.auto import tqdm
 
     from megatrain_nb.runtime.lazy import LazyTensor, Node, Shape, Whole
@@ -51,6 +56,8 @@ if TYPE_CHECKING:
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _CHUNK_BYTES = 16 * 2**20
+# Pieces of memory that files are written from, and the length of one.
+_NUM_PIECES, _PIECE_BYTES, _LEAST_PIECE_BYTES = 4, 16 * 2**20, 2**20
 
 # What transformers gives where it saves, and where it means what is done here anyway.
 _USUAL = {"push_to_hub": False, "save_original_format": True, "save_peft_format": True, "safe_serialization": True}  # fmt: skip
@@ -108,9 +115,15 @@ def save_pretrained(
         recover(directory)
         with staged(directory) as folder:
             names = weight_names(directory, len(shards))
-            with byte_bar(total, "Saving") as bar, _Reading(model, shards) as reading:
+            with (
+                byte_bar(total, "Saving") as bar,
+                _Reading(model, shards) as reading,
+                reading.staging(total) as pieces,
+                FileWriter(pieces, direct=takes_direct(folder)) as file,
+            ):
                 for shard, name in zip(shards, names, strict=True):
-                    _write_shard(folder / name, shard, reading, bar)
+                    with file.opened(folder / name):
+                        _write_shard(file, shard, reading, bar)
             if len(names) > 1:
                 _write_index(folder / SAFE_INDEX, shards, names, total)
             _write_beside(model, folder, shards, tokenizer)
@@ -231,6 +244,29 @@ class _Reading:
             with self._room(whole(node)):
                 yield value(node).reshape(-1)
 
+    @contextmanager
+    def staging(self, total_bytes: int) -> Iterator[list[NDArray[np.uint8]]]:
+        """Give memory to write from: the pool's, where it has some beside what reading takes; else twice 1 MiB."""
+        most = min(_PIECE_BYTES, round_up(max(total_bytes, 1)))
+        slabs = []
+        with ExitStack() as giving:
+            if self._offloaded is not None:
+                pager: Pager = self._offloaded.pager
+                pager.barrier()
+                room = pager.pool.limit_bytes - pager.pool.in_use_bytes
+                # A pack's weights, what its update takes if that is due, and the next pack's weights.
+                room -= 5 * 4 * max((pack.numel for pack in pager.packs), default=0)
+                size = min(most, room // _NUM_PIECES // ALIGN_BYTES * ALIGN_BYTES)
+                if size >= min(most, _LEAST_PIECE_BYTES):
+                    for _ in range(_NUM_PIECES):
+                        slab = pager.borrow(size, "saving")
+                        giving.callback(pager.pool.give, slab)
+                        slabs.append(slab.array)
+            if not slabs:
+                size = min(most, _LEAST_PIECE_BYTES)
+                slabs = [np.frombuffer(map_pages(size), np.uint8) for _ in range(2)]
+            yield slabs
+
     def _look_ahead(self, leaf: Stored) -> None:
         pack, dtype = self._after.pop(self._pack_of[leaf.name], (None, None))
         if pack is None:
@@ -251,7 +287,7 @@ class _Reading:
         return pager.room(needed.scratch_bytes, "converting weights")
 
 
-def _write_shard(path: Path, shard: dict[str, LazyTensor], reading: _Reading, bar: tqdm[Any]) -> None:  # fmt: skip
+def _write_shard(file: FileWriter, shard: dict[str, LazyTensor], reading: _Reading, bar: tqdm[Any]) -> None:  # fmt: skip
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in shard.items():
@@ -263,16 +299,13 @@ def _write_shard(path: Path, shard: dict[str, LazyTensor], reading: _Reading, ba
         offset += num_bytes(tensor._node)
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in shard.values():
-            _write_tensor(file, tensor, reading, bar)
-        file.flush()
-        os.fsync(file.fileno())
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in shard.values():
+        _write_tensor(file, tensor, reading, bar)
 
 
 def _write_tensor(
-    file: Any, tensor: LazyTensor, reading: _Reading, bar: tqdm[Any]
+    file: FileWriter, tensor: LazyTensor, reading: _Reading, bar: tqdm[Any]
 ) -> None:
     dtype = tensor.dtype
     for values in reading.pieces(tensor._node):

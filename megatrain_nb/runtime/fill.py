@@ -7,13 +7,9 @@ meanwhile. So there is a pack in RAM, one more on its way to the disk, and a few
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
-from bisect import bisect_right
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +34,7 @@ from megatrain_nb.runtime.lazy import (
     places,
     value,
 )
+from megatrain_nb.runtime.mapped import Mapped
 from megatrain_nb.runtime.piece import What, master_of
 from megatrain_nb.runtime.progress import byte_bar
 from megatrain_nb.runtime.shards import FilePart, tree_of
@@ -61,7 +58,6 @@ _CHUNK_BYTES = 8 << 20
 _THREADS = 4
 # Reads that are under way or wait to be converted: as many chunks are in RAM at most.
 _AHEAD = 8
-_MADV_PAGEOUT = 21
 
 Views = tuple[Tensor, ...]
 
@@ -113,48 +109,6 @@ def read_what_stays(model: nn.Module, layers: Layers) -> None:
         for buffer in module._buffers.values():
             if isinstance(buffer, LazyTensor):
                 make_plain(buffer)
-
-
-class Mapped:
-    """Which memory of this process is a mapped file, as the kernel says when this is made (proc(5), maps)."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        try:
-            lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()  # fmt: skip
-        except OSError:  # not Linux
-            return
-        for line in lines:
-            fields = line.split(maxsplit=5)
-            if len(fields) == 6 and fields[5].startswith("/"):
-                start, _, end = fields[0].partition("-")
-                self._starts.append(int(start, 16))
-                self._ends.append(int(end, 16))
-
-    def holds(self, values: Tensor) -> bool:
-        """Whether a tensor's values are in a mapped file."""
-        if values.device.type != "cpu" or type(values) not in (Tensor, nn.Parameter):
-            return False
-        first = values.data_ptr()
-        index = bisect_right(self._starts, first) - 1
-        return index >= 0 and first < self._ends[index]
-
-    def let_go(self, values: Tensor) -> None:
-        """Tell the kernel that values in a mapped file are not needed again, so that they need not stay in RAM.
-
-        What somebody has changed in the mapping stays: the kernel drops only what it can read again (madvise(2),
-        MADV_PAGEOUT, Linux 5.4). Where it cannot, nothing happens.
-        """
-        if not self.holds(values):
-            return
-        # Whole pages; one that is shared with the neighbour is let go of twice.
-        first = values.data_ptr()
-        start = first - first % mmap.PAGESIZE
-        size = first + values.numel() * values.itemsize - start
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_PAGEOUT
-        )
 
 
 class _Filling:
@@ -210,8 +164,12 @@ class _Filling:
                 _put(values.reshape(-1), place.target)
             self._bar.update(sum(num_bytes(leaf) for leaf in read))
             return
+        part = self.mapped.in_file(what)
         for start, stop, views in _chunks(what, place.target):
-            self._chunk(what, start, stop, views)
+            self._chunk(part or what, start, stop, views)
+            if part is not None:
+                with what.read(start, stop) as values:
+                    self.mapped.let_go(values)  # pages that somebody looked at
 
     def _chunk(self, leaf: Leaf, start: int, stop: int, views: Views) -> None:
         self._finish(_AHEAD)

@@ -3,14 +3,17 @@
 Everything is written into a hidden folder inside the target first, and synced. Then files are renamed. What
 ``from_pretrained`` reads is decided by one name: ``model.safetensors`` if it is there, else the index, which names the
 shards. New shards get names that the earlier ones have not; so the weights change with one rename (or with the removal
-of ``model.safetensors``, where shards follow one file). Where config or tokenizer change as well, there are several
-renames: the earlier save is kept beside meanwhile, as hard links, and the next `recover` puts it back if they
-did not all happen. Nothing else in the folder is touched.
+of ``model.safetensors``, where shards follow one file). Where config or tokenizer change as well, a whole new folder takes
+the place of this one in a single step (`megatrain_nb.runtime.exchange`). Where that cannot be done there are several
+renames: the earlier save is kept beside meanwhile, as hard links, the folder has no weights under their name until the
+last rename, so that nobody reads a mixture, and the next `recover` puts the earlier one back if they did not all happen.
+Nothing else in the folder is touched.
 """
 
 from __future__ import annotations
 
 import filecmp
+import glob
 import os
 import re
 import shutil
@@ -18,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain_nb.runtime.exchange import exchanged
 from megatrain_nb.runtime.shards import SAFE, SAFE_INDEX
 
 if TYPE_CHECKING:
@@ -46,8 +50,9 @@ def weight_names(directory: Path, count: int) -> list[str]:
 def staged(directory: Path) -> Iterator[Path]:
     """Give a hidden folder in ``directory`` to write a save into; it is gone afterwards."""
     directory.mkdir(parents=True, exist_ok=True)
-    for left in directory.glob(f"{_STAGED}*"):
-        if not _alive(left.name.removeprefix(_STAGED)):
+    beside = _beside(directory, "")
+    for left in (*directory.glob(f"{_STAGED}*"), *beside.parent.glob(f"{glob.escape(beside.name)}*")):  # fmt: skip
+        if not _alive(left.name.rpartition("-")[2]):
             shutil.rmtree(left, ignore_errors=True)
     folder = directory / f"{_STAGED}{os.getpid()}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -68,9 +73,16 @@ def put_in_place(folder: Path, directory: Path) -> None:
     others = {name for name in new - weights
               if not _same(folder / name, directory / name)}  # fmt: skip
     shards = weights - {SAFE, SAFE_INDEX}
-    _move(shards, folder, directory)
-    if old & {SAFE, SAFE_INDEX} and others:
+    if others and (old or any((directory / name).exists() for name in others)):
+        beside = _beside(directory, str(os.getpid()))
+        drop = old | {folder.name, _EARLIER}
+        if exchanged(folder, directory.resolve(), beside=beside, drop=drop):
+            return
         _keep_earlier(directory, old | others)
+        for name in old & {SAFE, SAFE_INDEX}:
+            (directory / name).unlink()
+        sync(directory)
+    _move(shards, folder, directory)
     _move(others, folder, directory)
     _move(weights - shards, folder, directory)
     if SAFE not in weights:
@@ -107,6 +119,12 @@ def sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def _beside(directory: Path, tag: str) -> Path:
+    """Return a name beside a folder, for the one that is to take its place."""
+    target = directory.resolve()
+    return target.with_name(f".{target.name}{_STAGED}{tag}")
 
 
 def _keep_earlier(directory: Path, names: set[str]) -> None:

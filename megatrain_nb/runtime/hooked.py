@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.runtime.lazy import at, lazy
-from megatrain_nb.runtime.shards import File, FilePart, open_file, tree_of
+from megatrain_nb.runtime.shards import FilePart, open_file, tree_of
+from megatrain_nb.store.infile import InFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +43,7 @@ def take_from_hooks(model: nn.Module) -> None:
 
     @cache  # a file's header speaks of all its tensors, and its map of one after the other
     def opened(path: str) -> dict[str, LazyTensor]:
-        return open_file(File(Path(path)))
+        return open_file(InFile(Path(path)))
 
     for module, hook in found:
         tensors: dict[str, Tensor] = dict(
@@ -97,7 +98,7 @@ def _find(
         found = tensors[known.get("weight_name", name)]
     elif known is not None and weights.save_folder is not None:
         dtype = getattr(torch, known["dtype"])
-        file = File(Path(weights.save_folder) / f"{name}.dat")
+        file = InFile(Path(weights.save_folder) / f"{name}.dat")
         found = lazy(at(FilePart(name, file, 0, tuple(known["shape"]), dtype)))
     else:
         msg = f"{name} is on the meta device, and accelerate's hook does not say where its values are; load the model with mt.from_pretrained"

@@ -23,8 +23,8 @@ from megatrain_nb.runtime.offload import offload, offloaded_model
 from megatrain_nb.runtime.shards import open_checkpoint
 
 if TYPE_CHECKING:
+    from megatrain_nb.runtime.lazy import LazyTensor
     from megatrain_nb.runtime.session import Session
-    from megatrain_nb.runtime.shards import Checkpoint
 
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "token")
 _REFUSED = {
@@ -98,14 +98,11 @@ def from_pretrained(
     checkpoint = open_checkpoint(
         folder, variant=variant, most_bytes=session.max_ram_bytes
     )
-    try:
-        if isinstance(auto_class, nn.Module):
-            model = _give(auto_class, checkpoint, wanted, str(path), session)
-        else:
-            model = _make(auto_class, folder, checkpoint, wanted, str(path), session, kwargs)  # fmt: skip
-        offload(model, session)
-    finally:
-        checkpoint.close()
+    if isinstance(auto_class, nn.Module):
+        model = _give(auto_class, checkpoint, wanted, str(path), session)
+    else:
+        model = _make(auto_class, folder, checkpoint, wanted, str(path), session, kwargs)  # fmt: skip
+    offload(model, session)
     return model
 
 
@@ -144,7 +141,7 @@ def _locate(path: str | os.PathLike[str], variant: str | None, hub: dict[str, An
 def _make(
     auto_class: Any,
     folder: Path,
-    checkpoint: Checkpoint,
+    checkpoint: dict[str, LazyTensor],
     dtype: torch.dtype,
     path: str,
     session: Session,
@@ -177,7 +174,7 @@ def _make(
 def _load(
     made: Any,
     config: Any,
-    checkpoint: Checkpoint,
+    checkpoint: dict[str, LazyTensor],
     dtype: torch.dtype,
     path: str,
     session: Session,
@@ -185,7 +182,7 @@ def _load(
 ) -> Any:
     try:
         model, info = made.from_pretrained(
-            None, config=config, state_dict=dict(checkpoint.tensors), dtype=dtype, output_loading_info=True, **kwargs
+            None, config=config, state_dict=dict(checkpoint), dtype=dtype, output_loading_info=True, **kwargs
         )  # fmt: skip
     except MegatrainError:
         raise
@@ -225,7 +222,7 @@ def _class_of(auto_class: Any, config: Any) -> Any:
 
 def _give(
     model: nn.Module,
-    checkpoint: Checkpoint,
+    checkpoint: dict[str, LazyTensor],
     dtype: torch.dtype,
     path: str,
     session: Session,
@@ -242,7 +239,7 @@ def _give(
     else:
         values = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in checkpoint.tensors.items()
+            for name, tensor in checkpoint.items()
         }
     _assign(model, values, path, session)
     return model

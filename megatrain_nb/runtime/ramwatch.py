@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatrain_nb.errors import BudgetError
 from megatrain_nb.runtime import rss
-from megatrain_nb.runtime.fill import Mapped
+from megatrain_nb.runtime.mapped import Mapped
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:

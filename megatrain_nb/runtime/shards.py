@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import weakref
 import zipfile
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.runtime.lazy import LazyTensor, at, lazy, node_of, num_bytes
+from megatrain_nb.store.infile import InFile
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -46,60 +45,12 @@ SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
-@dataclass(eq=False)
-class File:
-    """A file that tensors are read from; open from the first read until `close`, or until nobody holds it."""
-
-    path: Path
-    _number: int | None = field(default=None, init=False)
-
-    def read_into(self, data: memoryview, offset: int) -> None:
-        """Fill ``data`` with the bytes from ``offset`` on.
-
-        Raises
-        ------
-        StoreError
-            The disk failed, or the file is shorter now than when it was opened.
-        """
-        done = 0
-        try:
-            if self._number is None:
-                number = os.open(self.path, os.O_RDONLY)
-                self._closing = weakref.finalize(self, os.close, number)
-                self._number = number
-            while done < len(data):
-                count = os.preadv(self._number, [data[done:]], offset + done)
-                if count == 0:
-                    msg = f"{self.path} ended at byte {offset + done} while it was read; it is being changed, or damaged"
-                    raise StoreError(msg)
-                done += count
-        except OSError as error:
-            msg = (
-                f"reading {self.path} at byte {offset + done} failed: {error.strerror}"
-            )
-            raise StoreError(msg) from error
-
-    def num_bytes(self) -> int:
-        """Return its length."""
-        try:
-            return self.path.stat().st_size
-        except OSError as error:
-            msg = f"{self.path}: {error.strerror}"
-            raise StoreError(msg) from error
-
-    def close(self) -> None:
-        """Close it; a second call does nothing."""
-        if self._number is not None:
-            self._closing()
-            self._number = None
-
-
 @dataclass(frozen=True)
 class FilePart:
     """A stretch of a file that holds a tensor, row by row."""
 
     name: str
-    file: File
+    file: InFile
     offset_bytes: int
     shape: Shape
     dtype: torch.dtype
@@ -152,23 +103,10 @@ def tree_of(name: str, tensor: Tensor) -> Node:
     return node_of(tensor) or at(InRam(name, tensor, tuple(tensor.shape)))
 
 
-@dataclass
-class Checkpoint:
-    """The tensors of a folder, by the names in its files; `close` it when they have been read."""
-
-    tensors: dict[str, LazyTensor]
-    files: list[File]
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in self.files:
-            file.close()
-
-
 def open_checkpoint(
     folder: Path, *, variant: str | None = None, most_bytes: int
-) -> Checkpoint:
-    """Find a folder's weights, and read what they say of themselves.
+) -> dict[str, LazyTensor]:
+    """Find a folder's weights, and return its tensors by the names in its files, not read yet.
 
     Parameters
     ----------
@@ -197,10 +135,12 @@ def open_checkpoint(
     raise ArgumentError(msg)
 
 
-def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkpoint:
+def _open(
+    folder: Path, path: Path, *, sharded: bool, most_bytes: int
+) -> dict[str, LazyTensor]:
     weight_map = _read_index(path) if sharded else {}
     names = list(dict.fromkeys(weight_map.values())) if sharded else [path.name]
-    files = [File(folder / name) for name in names]
+    files = [InFile(folder / name) for name in names]
     found: dict[str, LazyTensor] = {}
     for name, file in zip(names, files, strict=True):
         if not file.path.is_file():
@@ -217,7 +157,7 @@ def _open(folder: Path, path: Path, *, sharded: bool, most_bytes: int) -> Checkp
                 raise StoreError(msg)
         found.update({key: x for key, x in tensors.items()
                       if weight_map.get(key, name) == name})  # fmt: skip
-    return Checkpoint(found, files)
+    return found
 
 
 def _with_variant(name: str, variant: str | None) -> str:
@@ -248,7 +188,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def open_file(file: File) -> dict[str, LazyTensor]:
+def open_file(file: InFile) -> dict[str, LazyTensor]:
     """Return the tensors of one safetensors file, each checked against the file's length.
 
     Raises
@@ -292,7 +232,7 @@ def open_file(file: File) -> dict[str, LazyTensor]:
     return {key: lazy(at(part)) for key, part in parts.items()}
 
 
-def _part(file: File, key: str, entry: Any, begin: int) -> FilePart:
+def _part(file: InFile, key: str, entry: Any, begin: int) -> FilePart:
     """Check what a header says of one tensor."""
     good = isinstance(entry, dict) and set(entry) == {"dtype", "shape", "data_offsets"}
     if good:
@@ -336,7 +276,7 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
     return content
 
 
-def _read_bin(file: File, most_bytes: int) -> dict[str, LazyTensor]:
+def _read_bin(file: InFile, most_bytes: int) -> dict[str, LazyTensor]:
     """Return the tensors of a file that torch.save wrote; where they are in it, torch says."""
     path, size = file.path, file.num_bytes()
     zipped = zipfile.is_zipfile(path)
@@ -385,7 +325,7 @@ def _check_zip(path: Path) -> None:
                 raise ValueError(msg)
 
 
-def _stored(file: File, key: str, value: Tensor, size: int) -> LazyTensor:
+def _stored(file: InFile, key: str, value: Tensor, size: int) -> LazyTensor:
     """Return a tensor of a .bin as the stretch of the file that it is."""
     storage: Any = value.untyped_storage()
     begin = int(storage._checkpoint_offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -146,11 +147,21 @@ def reclaim(directory: Path) -> int:
 
 
 def _open_lock(path: Path) -> int:
+    """Open the lock file, made if it is missing; in a directory from elsewhere it may be a link or anything else."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, flags, 0o600)
     except OSError as error:
-        msg = f"cannot open {path}: {error.strerror}; check it with check_directory()"
+        if error.errno == errno.ELOOP:
+            msg = f"{path} is a link, which may lead out of the directory; delete it"
+        else:
+            msg = f"cannot open {path}: {error.strerror}; check it with check_directory()"  # fmt: skip
         raise StoreError(msg) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        msg = f"{path} is not a regular file; delete it"
+        raise StoreError(msg)
+    return fd
 
 
 def _is_file(fd: int, path: Path) -> bool:
@@ -162,7 +173,7 @@ def _is_file(fd: int, path: Path) -> bool:
 
 def _read_owner(fd: int) -> dict[str, Any]:
     """Return what the lock file says; it may be half written at this moment."""
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         owner = json.loads(os.pread(fd, 4096, 0))
         if isinstance(owner, dict):
             return owner
@@ -181,7 +192,8 @@ def _why_owned(directory: Path, owner: dict[str, Any]) -> str:
 
 def _check_not_owned_by_other(directory: Path) -> None:
     try:
-        fd = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(directory / LOCK_NAME, flags)
     except FileNotFoundError:
         return
     try:

@@ -27,10 +27,11 @@ from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool, map_pages
 from megatrain_nb.store.owner import OwnerLock
 from megatrain_nb.store.packing import STAGING_BYTES
+from megatrain_nb.store.preflight import takes_direct
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 120.0
 _NUM_THREADS = 2
+_NUM_TILES = 3
 
 
 def export_checkpoint(checkpoint: Checkpoint, store: DiskStore, folder: Path) -> Path:
-    """Copy a checkpoint out of a store, two tiles in RAM at a time; a crash leaves no half folder.
+    """Copy a checkpoint out of a store, three tiles in RAM at a time; a crash leaves no half folder.
 
     Raises
     ------
@@ -119,20 +121,57 @@ def import_checkpoint(
 def _open(
     directory: Path, *, packing: bool, pinned: Sequence[Manifest] = ()
 ) -> DiskStore:
-    """Open a store for copying: two tiles at a time."""
+    """Open a store for copying, past the page cache where that is possible."""
     staging = HostPool(_NUM_THREADS * STAGING_BYTES) if packing else None
     return DiskStore(
         directory,
         num_threads=_NUM_THREADS,
-        direct=False,
+        direct=takes_direct(directory),
         pinned=pinned,
         staging=staging,
     )
 
 
 def _copy_tiles(manifest: Manifest, source: DiskStore, target: DiskStore) -> Manifest:
-    """Return the same tiles, pinned in another store."""
+    """Return the same tiles, pinned in another store; one is read while the ones before are written."""
     codecs = {name: _codec_in(target, tile) for name, tile in manifest.tiles.items()}
+    _check_room(manifest, codecs, target)
+    largest = max((tile.nbytes for tile in manifest.tiles.values()), default=0)
+    size = round_up(max(largest, 1))
+    pages = [np.frombuffer(map_pages(size), np.uint8) for _ in range(_NUM_TILES)]
+    # The last read or write of each piece of memory.
+    moving: list[Future[None] | None] = [None] * _NUM_TILES
+    keys: dict[str, str] = {}
+    names = list(manifest.tiles)
+    parts = [pages[i % _NUM_TILES][: manifest.tiles[x].nbytes] for i, x in enumerate(names)]  # fmt: skip
+    try:
+        for turn in range(len(names) + 1):
+            if turn < len(names):
+                slot, name = turn % _NUM_TILES, names[turn]
+                _land(moving[slot], name)
+                moving[slot] = source.get_into(name, parts[turn], of=manifest)
+            if turn:
+                slot, name = (turn - 1) % _NUM_TILES, names[turn - 1]
+                _land(moving[slot], name)
+                key = f"copy/{name}"
+                moving[slot] = target.put(key, parts[turn - 1], codec=codecs[name])
+                keys[name] = key
+        for each in moving:
+            _land(each, "the last tiles")
+        return target.pin(keys)
+    finally:
+        for each in moving:
+            if each is not None:
+                each.cancel()
+                each.exception(_TIMEOUT_S) if not each.cancelled() else None
+        for key in keys.values():
+            if key in target:
+                target.delete(key)
+
+
+def _check_room(
+    manifest: Manifest, codecs: Mapping[str, str], target: DiskStore
+) -> None:
     needed = sum(
         tile.extent_bytes
         if codecs[name] == tile.codec
@@ -146,30 +185,6 @@ def _copy_tiles(manifest: Manifest, source: DiskStore, target: DiskStore) -> Man
             f"{format_bytes(room)} are left there; remove other checkpoints, or make room"
         )
         raise BudgetError(msg)
-    largest = max((tile.nbytes for tile in manifest.tiles.values()), default=0)
-    pages = [
-        np.frombuffer(map_pages(round_up(max(largest, 1))), np.uint8) for _ in range(2)
-    ]
-    writing: list[Future[None] | None] = [None, None]
-    keys: dict[str, str] = {}
-    try:
-        for turn, (name, tile) in enumerate(manifest.tiles.items()):
-            _land(writing[turn % 2], name)
-            part = pages[turn % 2][: tile.nbytes]
-            _land(source.get_into(name, part, of=manifest), name)
-            writing[turn % 2] = target.put(f"copy/{name}", part, codec=codecs[name])
-            keys[name] = f"copy/{name}"
-        for write in writing:
-            _land(write, "the last tiles")
-        return target.pin(keys)
-    finally:
-        for write in writing:
-            if write is not None:
-                write.cancel()
-                write.exception(_TIMEOUT_S) if not write.cancelled() else None
-        for key in keys.values():
-            if key in target:
-                target.delete(key)
 
 
 def _codec_in(target: DiskStore, tile: Tile) -> str:

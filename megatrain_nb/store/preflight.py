@@ -108,6 +108,14 @@ def check_directory(path: str | Path) -> Preflight:
     )
 
 
+def takes_direct(directory: Path) -> bool:
+    """Whether files there can bypass the page cache (O_DIRECT), tried with a write and a read of 4 MiB."""
+    try:
+        return _probe(directory, direct=True)
+    except StoreError:
+        return False
+
+
 def _make(directory: Path) -> bool:
     """Make the directory and missing parents, for this user only."""
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -55,14 +56,19 @@ class TileFile:
     def __init__(self, path: Path, *, direct: bool, create: bool) -> None:
         self.path = path
         self.direct = direct
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_DIRECT if direct else os.O_DSYNC)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        flags |= os.O_DIRECT if direct else os.O_DSYNC
         if create:
             flags |= os.O_CREAT | os.O_EXCL
         try:
             self._fd = os.open(path, flags, 0o600)
-            self.size_bytes = os.fstat(self._fd).st_size
         except OSError as error:
             raise StoreError(self._why_not_open(error)) from error
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            self.close()
+            raise StoreError(self._why_not_ours(status))
+        self.size_bytes = status.st_size
         self._bounce = threading.local()
 
     def read(self, offset: int, out: NDArray[np.uint8]) -> None:
@@ -235,11 +241,21 @@ class TileFile:
             f"{error.strerror}; {self._free_text()}"
         )
 
+    def _why_not_ours(self, status: os.stat_result) -> str:
+        if stat.S_ISREG(status.st_mode):
+            return (
+                f"{self.path} has a second name elsewhere (a hard link), and what is written here would change it there; "
+                f"give it a copy of its own: cp {self.path.name} new && mv new {self.path.name}"
+            )
+        return f"{self.path} is not a regular file; delete it"
+
     def _why_not_open(self, error: OSError) -> str:
         if error.errno == errno.EEXIST:
             why = "it exists, and no checkpoint needs it; delete it with reclaim()"
         elif error.errno == errno.EINVAL and self.direct:
             why = "the file system does not support O_DIRECT; use direct=False"
+        elif error.errno == errno.ELOOP:
+            why = "it is a link, which may lead out of the directory; put the file itself there"
         else:
             why = f"{error.strerror}; check the directory with check_directory()"
         return f"cannot open {self.path}: {why}"

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
             ["lossless", "8bit", "4bit", "3bit", "2bit", "dynamic"],
         ),
         ("init --compress-weights ", "", ["lossless"]),
+        ("init --cr", "--cr", ["--crash-safe"]),
+        ("init --crash-safe ", "", ["step"]),
         ("nonsense -", "-", []),
     ],
 )

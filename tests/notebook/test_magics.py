@@ -49,6 +49,7 @@ def test_init_opens_and_returns_a_session(
         "optimizer_compression": False,
         "weight_compression": False,
         "device": "cpu",
+        "crash_safe": None,
     }
     assert str(session.options["offload_dir"]) == "/nvme/run"
     assert capsys.readouterr().out == ""
@@ -98,6 +99,23 @@ def test_resume_remembers_the_directory(
     run(shell, "%megatrain resume")
     assert "is not there any more; open another" in capsys.readouterr().err
     assert not directory.exists()
+
+
+def test_each_notebook_has_a_directory_of_its_own(
+    shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two notebooks share what IPython remembers; a third one gets what was asked for last."""
+    for notebook in ("a.ipynb", "b.ipynb"):
+        (tmp_path / notebook).mkdir()
+        monkeypatch.setenv("JPY_SESSION_NAME", notebook)
+        run(shell, f"%megatrain init --offload-dir {tmp_path / notebook};")
+        fake.current.close()
+    for notebook, expected in (("a.ipynb", "a"), ("b.ipynb", "b"), ("c.ipynb", "b")):
+        monkeypatch.setenv("JPY_SESSION_NAME", notebook)
+        run(shell, "%megatrain resume;")
+        found = str(fake.current.options["offload_dir"])
+        assert found == str(tmp_path / f"{expected}.ipynb")
+        fake.current.close()
 
 
 def test_variables_and_home_are_expanded(

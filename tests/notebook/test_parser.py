@@ -20,6 +20,8 @@ def test_init_line() -> None:
     assert (args.max_ram, args.max_vram) == ("24GiB", "10")
     assert args.max_disk is None
     assert args.device is None
+    assert args.crash_safe is None
+    assert parse_line(f"{line} --crash-safe step").crash_safe == "step"
 
 
 @pytest.mark.parametrize("line", ["", "  ", "help", "--help", "-h"])
@@ -47,6 +49,7 @@ def test_every_command_explains_itself(command: str) -> None:
         ("init --offload-dir d extra", "unrecognized arguments: extra"),
         ("init --offload-dir 'd", "no closing quotation"),
         ("init --offload-dir d --compress zip", "invalid choice: 'zip'.*lossless"),
+        ("init --offload-dir d --crash-safe always", "invalid choice: 'always'.*step"),
         ("status --fast", "has no option '--fast'"),
         ("train", "%%megatrain"),
     ],

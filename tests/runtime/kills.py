@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors.torch import load_file
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.dcpread import Folder
@@ -33,6 +35,9 @@ from tests.runtime.test_trainer import Rows, arguments, history
 STEPS = 8
 PLACES = ("ram", "disk", "mixed")
 HOW = ("now and then", "every step", "trainer")
+
+
+Expected = tuple[dict[int, Any], str, set[str]]
 
 
 class Log:
@@ -56,6 +61,31 @@ def digest(values: dict[str, torch.Tensor]) -> str:
     return found.hexdigest()
 
 
+def save(model: Any, folder: Path, dtype: torch.dtype, log: Log) -> None:
+    """Save a model, and say before what should be in the folder then."""
+    kept = model.state_dict().keys()
+    values = {
+        name: x.detach().clone().to(dtype) for name, x in model.named_parameters()
+    }
+    values |= {name: x for name, x in model.named_buffers() if name in kept}
+    if hasattr(model, "config"):
+        model.config.saved_as = str(dtype)
+    log.say("save", saving=digest(values))
+    mt.save_pretrained(model, folder, dtype=dtype)
+    log.say("step", saved=True)
+
+
+class Saves(transformers.TrainerCallback):
+    """Saves after each step, in another dtype every time, so that config and weights change together."""
+
+    def __init__(self, folder: Path, log: Log) -> None:
+        self._folder, self._log = folder, log
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        dtype = (torch.float32, torch.bfloat16)[state.global_step % 2]
+        save(kwargs["model"], self._folder, dtype, self._log)
+
+
 def train_loop(directory: Path, place: str, how: str, log: Log) -> None:
     seed_all(5)
     log.say("init")
@@ -69,6 +99,8 @@ def train_loop(directory: Path, place: str, how: str, log: Log) -> None:
             if how == "every step" or step % 3 == 1:
                 log.say("checkpoint")
                 session.save_checkpoint("last")
+            if how == "now and then":
+                save(run.model, directory / "saved", torch.float32, log)
             if step == 4 and not (directory / "moved").exists():
                 log.say("export")
                 session.export_checkpoint("last", directory / "moved")
@@ -97,6 +129,7 @@ def train_trainer(directory: Path, place: str, log: Log) -> None:
                 lr_scheduler_type="cosine",
             ),
             train_dataset=Rows(size=20),
+            callbacks=[Saves(directory / "saved", log)],
         )
         log.say("step")
         try:
@@ -139,22 +172,36 @@ def entries(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def undisturbed(directory: Path, place: str, how: str) -> tuple[dict[int, Any], str]:
-    """Return each step's loss and the digest of the end."""
+def undisturbed(directory: Path, place: str, how: str) -> Expected:
+    """Return each step's loss, the digest of the end, and those of what was saved."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     _, status = os.waitpid(fork(directory, place, how), 0)
     assert status == 0, (place, how)
     found = entries(directory)
     losses = {each["step"]: each["loss"] for each in found if "step" in each}
-    return losses, found[-1]["digest"]
+    saved = {each["saving"] for each in found if "saving" in each}
+    check_saved(directory, found, saved)
+    return losses, found[-1]["digest"], saved
 
 
-def check(
-    directory: Path, found: list[dict[str, Any]], expected: tuple[dict[int, Any], str]
-) -> int:
+def check_saved(directory: Path, found: list[dict[str, Any]], saved: set[str]) -> None:
+    """Look at the saved folder as one who knows nothing of us: one whole save, from the first on."""
+    folder = directory / "saved"
+    weights, config = folder / "model.safetensors", folder / "config.json"
+    if not any("saved" in each for each in found) and not weights.exists():
+        return
+    values = load_file(weights)
+    assert digest(values) in saved, [each for each in found if "saving" in each][-2:]
+    if config.exists():
+        dtype = next(x.dtype for x in values.values() if x.is_floating_point())
+        told = json.loads(config.read_text())["saved_as"]
+        assert told == str(dtype), (told, dtype)
+
+
+def check(directory: Path, found: list[dict[str, Any]], expected: Expected) -> int:
     """Compare what the processes said with an undisturbed run; return how many steps they computed."""
-    losses, end = expected
+    losses, end, _ = expected
     steps = [each for each in found if "step" in each]
     for each in steps:
         assert each["loss"] == losses[each["step"]], each
@@ -180,7 +227,7 @@ def main() -> None:
     load_code()
     assert callable(mt.export_distributed)  # imports what a fork would have to
     dice = random.Random(options.seed)
-    expected: dict[tuple[str, str], tuple[dict[int, Any], str]] = {}
+    expected: dict[tuple[str, str], Expected] = {}
     seconds: dict[str, float] = {}
     hit: Counter[str] = Counter()
     runs = steps_again = 0
@@ -204,6 +251,7 @@ def main() -> None:
             if status == signal.SIGKILL:
                 hit[found[-1]["phase"] if found else "start"] += 1
             assert status in (0, signal.SIGKILL), (how, place, status, found[-3:])
+            check_saved(directory, found, expected[how, place][2])
         steps_again += check(directory, found, expected[how, place]) - STEPS
         runs += 1
         report = {"kills": hit.total(), "runs": runs, "hit while": dict(hit)}

@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import load_file
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import folder
+from megatrain_nb.runtime import exchange, folder
 from tests.runtime.models import auto_class, make_model
 from tests.runtime.plain import assert_same, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OTHERS = {"notes.txt": b"mine", "model_ema.safetensors": b"also mine", "runs/log": b"x"}
+OTHERS = {"notes.txt": b"mine", "model_ema.safetensors": b"also mine"}
+FOLDERS = {"runs/log": b"x"}
 SIZES = {"one": "1GB", "shards": "9KB"}
 
 
@@ -43,91 +44,101 @@ def crash_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return change
 
     for owner, name in (
-        (Path, "replace"), (Path, "unlink"), (Path, "touch"), (os, "link"), (shutil, "rmtree"),
+        (Path, "replace"), (Path, "unlink"), (Path, "touch"), (Path, "rename"), (os, "link"), (shutil, "rmtree"),
+        (exchange, "_exchange"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     yield left
     left[0] = 10**9
 
 
-def model_of(scale: float) -> Any:
+def model_of(scale: float, config: str = "same") -> Any:
     model = make_model("llama")
+    if config == "other":
+        model.config.scaled_by = scale
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(scale)
     return model
 
 
-def with_others(directory: Path) -> None:
-    for name, content in OTHERS.items():
+def with_others(directory: Path, others: dict[str, bytes]) -> None:
+    for name, content in others.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
 
 
 @pytest.mark.parametrize("before", ["none", "one", "shards"])
 @pytest.mark.parametrize("after", ["one", "shards"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", ["same", "other"])
+@pytest.mark.parametrize("others", [OTHERS, OTHERS | FOLDERS], ids=["files", "folders"])
 def test_a_crash_at_each_change(
-    before: str, after: str, dtype: str, tmp_path: Path, crash_at: list[int]
-) -> None:
-    """With bfloat16 the config changes as well: then there are several renames."""
-    old, new = model_of(1.0), model_of(2.0)
-    given = getattr(torch, dtype)
-    states = {"old": parameters(old), "new": parameters(new.to(given).float())}
-    new = model_of(2.0)
+    before: str, after: str, config: str, others: dict[str, bytes], tmp_path: Path, crash_at: list[int]
+) -> None:  # fmt: skip
+    """Plain transformers reads one of the two.
+
+    Where the config changes as well there are several renames beside other people's folders: in between transformers
+    finds no weights, until the next save or load of ours puts the earlier ones back.
+    """
+    steps = config == "other" and others != OTHERS and before != "none"
+    old, new = model_of(1.0, config), model_of(2.0, config)
+    states = {"old": state_in(old), "new": state_in(new)}
     seen = set()
     for moment in range(200):
         directory = tmp_path / str(moment)
-        with_others(directory)
+        with_others(directory, others)
         if before != "none":
             mt.save_pretrained(old, directory, max_shard_size=SIZES[before])
         crash_at[0] = moment
         try:
-            mt.save_pretrained(new, directory, max_shard_size=SIZES[after], dtype=given)
+            mt.save_pretrained(new, directory, max_shard_size=SIZES[after])
         except Crash:
             done = False
         else:
             done = True
         crash_at[0] = 10**9
-        found = state_of(directory, recovered=dtype == "bfloat16")
-        which = [
-            name for name, state in states.items() if found is not None and same(found, state)
-        ]  # fmt: skip
-        if found is None:
-            assert before == "none"
-            which = ["none"]
-        assert which, f"neither save is whole after change {moment}"
+        which = which_of(directory, states)
         seen.update(which)
-        for name, content in OTHERS.items():
+        if which == {"none"} and steps:
+            assert folder.recover(directory)
+            which = which_of(directory, states)
+            assert which == {"old"}
+        assert which, f"neither save is whole after change {moment}"
+        assert before == "none" or which != {"none"}
+        for name, content in others.items():
             assert (directory / name).read_bytes() == content
         if done:
-            assert which == ["new"]
+            assert which == {"new"}
             break
         # The next save is an ordinary one.
-        mt.save_pretrained(new, directory, max_shard_size=SIZES[after], dtype=given)
-        found = state_of(directory)
-        assert found is not None
-        assert same(found, states["new"])
+        mt.save_pretrained(new, directory, max_shard_size=SIZES[after])
+        assert which_of(directory, states) == {"new"}
         left = {path.name for path in directory.iterdir()} - {"notes.txt", "runs"}
         assert not any(name.startswith(".") for name in left)
         shutil.rmtree(directory)
+        assert not any(tmp_path.iterdir()), "a folder beside it is left"
     else:
         pytest.fail("200 changes of names for one save")
     assert seen >= {"none" if before == "none" else "old", "new"}
+    assert ("none" in seen) == (before == "none" or steps)
 
 
-def state_of(directory: Path, *, recovered: bool = False) -> Any:
-    """What plain transformers loads from a folder, or None."""
-    if recovered:
-        folder.recover(directory)
+def which_of(directory: Path, states: dict[str, Any]) -> set[str]:
+    """Which of some states plain transformers loads from a folder; ``none`` if it refuses."""
     try:
-        return parameters(auto_class("llama").from_pretrained(directory))
+        found = state_in(auto_class("llama").from_pretrained(directory))
     except (OSError, ValueError):
-        return None
+        return {"none"}
+    return {name for name, state in states.items() if same(found, state)}
+
+
+def state_in(model: Any) -> Any:
+    return getattr(model.config, "scaled_by", None), parameters(model)
 
 
 def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(one[name].float(), other[name]) for name in other)
+    values = all(torch.equal(one[1][name], other[1][name]) for name in other[1])
+    return values and one[0] == other[0]
 
 
 def test_saves_take_turns_with_names(tmp_path: Path) -> None:
@@ -143,12 +154,83 @@ def test_saves_take_turns_with_names(tmp_path: Path) -> None:
     assert kinds == [False, True, False, True]
 
 
+def changed_config(directory: Path) -> None:
+    """Save two models whose configs differ, one after the other."""
+    old, new = model_of(1.0, "other"), model_of(2.0, "other")
+    mt.save_pretrained(old, directory, max_shard_size="9KB")
+    mt.save_pretrained(new, directory)
+    assert which_of(directory, {"old": state_in(old), "new": state_in(new)}) == {"new"}
+    weights = sorted(path.name for path in directory.glob("model*.safetensors"))
+    assert weights == ["model.safetensors", "model_ema.safetensors"]
+
+
+def test_another_config_takes_the_place_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder keeps its mode, and what others put there, also at the last moment."""
+    directory, told = tmp_path / "m", []
+    with_others(directory, OTHERS)
+    (directory / "link").symlink_to("notes.txt")
+    directory.chmod(0o750)
+    original = exchange._exchange
+
+    def last_moment(one: Path, other: Path) -> None:
+        told.append(other)
+        (other / "late.txt").write_bytes(b"late")
+        original(one, other)
+
+    monkeypatch.setattr(exchange, "_exchange", last_moment)
+    (tmp_path / "way").symlink_to(directory)
+    number = directory.stat().st_ino
+    changed_config(tmp_path / "way")
+    assert told == [directory]
+    assert directory.stat().st_ino != number
+    assert directory.stat().st_mode & 0o777 == 0o750
+    for name, content in (OTHERS | {"late.txt": b"late", "link": b"mine"}).items():
+        assert (directory / name).read_bytes() == content
+    assert (directory / "link").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"m", "way"}
+
+
+@pytest.mark.parametrize("why", ["working directory", "no such call", "other disk"])
+def test_a_folder_that_cannot_be_exchanged(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / "m"
+    with_others(directory, OTHERS)
+    calls = []
+
+    def refuses(*_: object, **__: object) -> None:
+        calls.append(why)
+        raise OSError
+
+    if why == "working directory":
+        monkeypatch.chdir(directory)
+    if why == "other disk":
+        monkeypatch.setattr(os, "link", refuses)
+    else:
+        monkeypatch.setattr(exchange, "_exchange", refuses)
+    number = directory.stat().st_ino
+    changed_config(directory)
+    assert directory.stat().st_ino == number
+    assert bool(calls) == (why != "working directory")
+    for name, content in OTHERS.items():
+        assert (directory / name).read_bytes() == content
+    assert {path.name for path in tmp_path.iterdir()} == {"m"}
+    assert not any(path.name.startswith(".") for path in directory.iterdir())
+
+
 def test_the_files_of_a_dead_save_are_removed(tmp_path: Path) -> None:
-    dead = tmp_path / ".megatrain-saving-999999999"
-    dead.mkdir()
-    (dead / "model.safetensors").touch()
-    mt.save_pretrained(make_model("llama"), tmp_path)
-    assert not dead.exists()
+    directory = tmp_path / "m"
+    dead = directory / ".megatrain-saving-999999999"
+    beside = tmp_path / ".m.megatrain-saving-999999999"
+    alive = tmp_path / f".m.megatrain-saving-{os.getppid()}"
+    others = tmp_path / ".mine.megatrain-saving-999999999"
+    for each in (dead, beside, alive, others):
+        each.mkdir(parents=True)
+        (each / "model.safetensors").touch()
+    mt.save_pretrained(make_model("llama"), directory)
+    assert [each.exists() for each in (dead, beside, alive, others)] == [False, False, True, True]  # fmt: skip
 
 
 def test_a_tokenizer_and_the_architecture_are_written(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import mmap
+import resource
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import fill, progress, shards
+from megatrain_nb.runtime import fill, mapped, progress, shards
 from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.piece import What
+from megatrain_nb.store import infile
 from tests.runtime.common import TinyLM, differing, seeded, snapshot
 from tests.runtime.models import (
     EVERY,
@@ -221,8 +224,8 @@ def test_plain_from_pretrained_and_wrap(
     plain = plain_loaded("llama", saved, dtype)
     with opened(tmp_path / "store", "disk"):
         model = plain_loaded("llama", saved, dtype)
-        mapped = fill.Mapped()
-        assert all(mapped.holds(param) for param in model.parameters()) == (
+        regions = mapped.Mapped()
+        assert all(regions.holds(param) for param in model.parameters()) == (
             dtype == "float32"
         )
         model, _ = mt.wrap(model)
@@ -235,10 +238,57 @@ def test_what_was_changed_in_a_mapped_file_counts(saved: Path, tmp_path: Path) -
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(2)
-        fill.Mapped().let_go(model.lm_head.weight.data)
+        mapped.Mapped().let_go(model.lm_head.weight.data)
         expected = parameters(model)
         model, _ = mt.wrap(model)
         assert_same(parameters(model), expected, "weight")
+
+
+@pytest.mark.parametrize("how", ["as it is", "looked at", "one value", "replaced", "gone"])  # fmt: skip
+def test_a_mapped_file_is_read_where_nobody_has_changed_it(
+    how: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    original = shards.FilePart.read_into
+
+    def read_into(self: Any, values: torch.Tensor, start: int) -> None:
+        read.append(self.name)
+        original(self, values, start)
+
+    monkeypatch.setattr(shards.FilePart, "read_into", read_into)
+    with opened(tmp_path / "store", "disk"):
+        model = plain_loaded("llama", saved)
+        names = [name for name, _ in model.named_parameters()]
+        pages = {param.data_ptr() // mmap.PAGESIZE for param in model.parameters()}
+        assert len(pages) > 5, "one page would hold all"
+        changed = model.model.layers[1].mlp.up_proj.weight
+        if how == "looked at":
+            assert all(bool(param.detach().any()) for param in model.parameters())
+        if how == "one value":
+            with torch.no_grad():
+                changed[-1, -1] += 1
+        expected = parameters(model) if how != "as it is" else None
+        if how == "replaced":
+            other = tmp_path / "other"
+            shutil.copy(saved / "model.safetensors", other)
+            with other.open("r+b") as file:
+                file.seek(-1000, 2)
+                file.write(bytes(1000))
+            other.replace(saved / "model.safetensors")
+        if how == "gone":
+            (saved / "model.safetensors").unlink()
+        model, _ = mt.wrap(model)
+        if expected is None:
+            expected = parameters(plain_loaded("llama", saved))
+        assert_same(parameters(model), expected, "weight")
+    if how in ("as it is", "looked at"):
+        assert set(read) == set(names)
+    elif how == "one value":
+        assert set(read) < set(names)
+        assert read
+        assert "model.layers.1.mlp.up_proj.weight" not in read
+    else:
+        assert read == []
 
 
 # -- models on the meta device, and accelerate's ---------------------------------------------------------
@@ -318,7 +368,14 @@ def test_a_model_that_accelerate_keeps_elsewhere(
     assert any(param.is_meta for param in model.parameters())
     with opened(tmp_path / "store", "disk"):
         before = set(Path("/proc/self/fd").iterdir())
-        model, optimizer = mt.wrap(model)
+        few = len(before) + 16  # fewer than there are files of accelerate's
+        assert how != "dispatched" or len(list((tmp_path / "offload").glob("*.dat"))) > 16  # fmt: skip
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, limits[1]))
+        try:
+            model, optimizer = mt.wrap(model)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert set(Path("/proc/self/fd").iterdir()) <= before, "files stay open"
         assert not any(hasattr(module, "_hf_hook") for module in model.modules())
         check(model, plain, "llama")
@@ -555,7 +612,7 @@ def test_an_old_bin_that_would_not_fit(saved: Path) -> None:
 def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Reads fail after some; the list counts them."""
     calls = [0]
-    original = shards.File.read_into
+    original = infile.InFile.read_into
 
     def read_into(self: Any, data: memoryview, offset: int) -> None:
         if offset > 5000:
@@ -565,7 +622,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
                 raise mt.StoreError(msg)
         original(self, data, offset)
 
-    monkeypatch.setattr(shards.File, "read_into", read_into)
+    monkeypatch.setattr(infile.InFile, "read_into", read_into)
     return calls
 
 
@@ -603,8 +660,8 @@ def test_a_store_that_fails_gives_the_mapped_model_back(
         monkeypatch.setattr(fill, "stream_parameter", fails)
         with pytest.raises(mt.StoreError, match="full"):
             mt.wrap(model)
-        mapped = fill.Mapped()
-        assert all(mapped.holds(param) for param in model.parameters())
+        regions = mapped.Mapped()
+        assert all(regions.holds(param) for param in model.parameters())
         assert_same(parameters(model), parameters(plain), "weight")
 
 

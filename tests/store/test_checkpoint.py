@@ -238,6 +238,20 @@ def test_tiles_that_are_not_there_are_refused(
         DiskStore(tmp_path, pinned=[each.manifest for each in found])
 
 
+@pytest.mark.parametrize("how", ["symlink_to", "hardlink_to"])
+def test_tiles_that_are_elsewhere_are_not_written(
+    tmp_path: Path, taken: Checkpoint, how: str
+) -> None:
+    """What no manifest names would count as free space."""
+    tiles, outside = tmp_path / "tiles.bin", tmp_path / "outside"
+    tiles.rename(outside)
+    getattr(tiles, how)(outside)
+    before = outside.read_bytes()
+    with pytest.raises(StoreError, match=r"is a link|has a second name"):
+        DiskStore(tmp_path, pinned=[taken.manifest])
+    assert outside.read_bytes() == before
+
+
 def test_the_folder_of_checkpoints_is_not_a_link(
     tmp_path: Path, taken: Checkpoint
 ) -> None:

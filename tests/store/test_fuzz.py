@@ -22,6 +22,7 @@ from megatrain_nb.store.base import wait
 from megatrain_nb.store.checkpoint import read_checkpoints
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
+from megatrain_nb.store.owner import OwnerLock
 from megatrain_nb.store.packing import STAGING_BYTES
 from tests.codec.floats import smooth
 from tests.store.conformance import noise, put
@@ -50,7 +51,7 @@ def open_store(directory: Path, **options: Any) -> DiskStore:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints that share their tiles, one of them packed."""
+    """Two checkpoints that share their tiles, one of them packed, and the lock of a dead owner."""
     directory = tmp_path_factory.mktemp("sound") / "run"
     directory.mkdir()
     chunks.warm_up()
@@ -62,6 +63,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     take(store, 1, "a")
     take(store, 2, "b")
     store.close()
+    (directory / "owner.lock").write_text('{"pid": 1, "host": "h", "step": 5}')
     return directory
 
 
@@ -137,7 +139,8 @@ def damage(directory: Path, dice: random.Random) -> None:
 
 
 def opened(directory: Path) -> int:
-    """Read everything that there is, and write beside it; return how many tiles were right."""
+    """Own it, read everything that there is, and write beside it; return how many tiles were right."""
+    OwnerLock(directory).release()
     found = read_checkpoints(directory)
     if not found:
         return 0
@@ -170,8 +173,10 @@ def outcome_of(directory: Path) -> tuple[str, str]:
 def test_random_damage(
     tmp_path: Path, sound: Path, pytestconfig: pytest.Config
 ) -> None:
+    # A link to it instead of the tiles would do as well, were it followed.
     outside = tmp_path / "outside"
-    outside.write_text("not yours")
+    outside.write_bytes((sound / "tiles.bin").read_bytes() + bytes(2**16))
+    content = outside.read_bytes()
     outcomes = {"refused": 0, "read": 0}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for case in range(pytestconfig.getoption("--cases")):
@@ -183,7 +188,7 @@ def test_random_damage(
         assert outcome in outcomes, (case, outcome, text)
         assert 0 < len(text) < 3000, (case, text)
         outcomes[outcome] += 1
-        assert outside.read_text() == "not yours"
+        assert outside.read_bytes() == content
         assert {x.name for x in tmp_path.iterdir()} == {"outside", "run"}, case
         shutil.rmtree(directory)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -116,6 +116,23 @@ def test_reclaim_does_not_follow_or_delete_links(tmp_path: Path) -> None:
     assert target.exists()
 
 
+@pytest.mark.parametrize("what", ["link", "dangling link", "pipe"])
+def test_a_lock_that_is_not_a_file_of_ours(tmp_path: Path, what: str) -> None:
+    """In a folder from elsewhere: nothing outside of it is written, made, or waited for."""
+    outside, inside = tmp_path / "mine.txt", tmp_path / "folder"
+    inside.mkdir()
+    if what == "pipe":
+        os.mkfifo(inside / "owner.lock")
+    else:
+        (inside / "owner.lock").symlink_to(outside)
+    if what != "dangling link":
+        outside.write_text("mine")
+    with pytest.raises(StoreError, match=r"owner\.lock is (a link|not a regular file)"):
+        OwnerLock(inside)
+    assert outside.exists() == (what != "dangling link")
+    assert what == "dangling link" or outside.read_text() == "mine"
+
+
 def test_a_directory_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="No such file"):
         OwnerLock(tmp_path / "missing")
