@@ -27,6 +27,12 @@ _OPTIONS = {
     "boundscheck": False,
 }
 
+INLINED = {"forceinline": True}
+"""``jit_options`` of an `overload` that is a part of kernels, as `inlined` is."""
+
+SPLICED = {"inline": "always"}
+"""The same of an `overload` that is as `spliced` is."""
+
 _lock = threading.Lock()
 
 
@@ -58,7 +64,18 @@ def inlined(function: Function) -> Function:
     For what runs for some hundred elements: a call costs as much as its work, since
     each array is seven arguments.
     """
-    compiled = _numba().njit(forceinline=True, **_OPTIONS)(function)
+    compiled = _numba().njit(**INLINED, **_OPTIONS)(function)
+    return cast("Function", compiled)
+
+
+def spliced(function: Function) -> Function:
+    """Compile a part of kernels that has loops, as if its lines stood where one calls it.
+
+    LLVM makes vectors of the loops of `inlined` parts before it knows the caller's arrays, and then asks
+    in each whether they overlap. Numba takes ``s.name[i] = x`` in such a part for a store that
+    nobody reads, and drops it: call `megatrain_nb.codec.kernels.put`.
+    """
+    compiled = _numba().njit(**SPLICED, **_OPTIONS)(function)
     return cast("Function", compiled)
 
 
