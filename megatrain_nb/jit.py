@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -27,11 +27,11 @@ _OPTIONS = {
     "boundscheck": False,
 }
 
-INLINED = {"forceinline": True}
+INLINED: Any = {"forceinline": True}
 """``jit_options`` of an `overload` that is a part of kernels, as `inlined` is."""
 
-SPLICED = {"inline": "always"}
-"""The same of an `overload` that is as `spliced` is."""
+SPLICED: Literal["always"] = "always"
+"""``inline`` of an `overload` that is a part of kernels, as `spliced` is."""
 
 _lock = threading.Lock()
 
@@ -75,7 +75,7 @@ def spliced(function: Function) -> Function:
     in each whether they overlap. Numba takes ``s.name[i] = x`` in such a part for a store that
     nobody reads, and drops it: call `megatrain_nb.codec.kernels.put`.
     """
-    compiled = _numba().njit(**SPLICED, **_OPTIONS)(function)
+    compiled = _numba().njit(inline=SPLICED, **_OPTIONS)(function)
     return cast("Function", compiled)
 
 

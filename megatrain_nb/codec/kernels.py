@@ -91,12 +91,12 @@ def join(hi: U16, lo: U16, master: F32) -> None:
 
 
 @inlined
-def put(array: Any, i: int, value: Any) -> None:
+def put(array: Any, i: Any, value: Any) -> None:
     """Set an element of an array; what `spliced` kernels must call."""
     array[i] = value
 
 
-def load(array: Floats, i: int) -> np.float32:
+def load(array: Floats, i: Any) -> np.float32:
     """Return number i of an fp32 array, of a bf16 array (uint16) or of a `Split`."""
     if isinstance(array, Split):
         return to_float(join_bits(u4(array.hi[i]), u4(array.lo[i])))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatrain_nb.optim.kernels import Array
 
 CHUNK = 1024 * 1024
-"""Elements per kernel call at most: some 0.6 ms, of which Python takes 2 %."""
+"""Elements per kernel call at most: some 0.6 ms."""
 SHARES = 4
 """Calls for each of several threads at least, so that they end together ..."""
 SHORTEST = 64 * 1024

@@ -316,7 +316,7 @@ def _update_params(params: Any, s: Scratch, x: Scalars) -> None:
         store(params, i, _param(load(params, i), s, i, x))
 
 
-@overload(_update_params, strict=False, **SPLICED)
+@overload(_update_params, strict=False, inline=SPLICED)
 def _compiled_update_params(params: Any, s: Any, x: Any) -> Any:
     if not is_split(params):
 

@@ -133,7 +133,7 @@ def test_a_quotient_is_that_of_a_division(c: np.float32) -> None:
     step = 2**17 + 1 if common.INTERPRETED else 1
     mantissas = np.arange(0x3F000000, 0x40000000, step, dtype=np.uint32)
     odd = [0.0, 2.0**-75, 2.0**-74.5, 2.0**64, np.inf, np.nan]
-    values = np.append(mantissas.view(np.float32), np.float32(odd))
+    values = np.append(mantissas.view(np.float32), np.array(odd, np.float32))
     got = np.empty_like(values)
     with np.errstate(all="ignore"):
         divide(values, c, got)

@@ -114,7 +114,7 @@ _SHAPE = (GROUP, BLOCK)
 
 
 # Spliced: the memory lives as long as the function that numba writes it into.
-@overload(make_scratch, strict=False, **SPLICED)
+@overload(make_scratch, strict=False, inline=SPLICED)
 def _compiled_scratch() -> Any:
     return lambda: Scratch(
         carray(_stack(f4), _SHAPE),
@@ -132,7 +132,7 @@ def make_block() -> NDArray[np.float32]:
     return np.zeros((1, BLOCK), np.float32)
 
 
-@overload(make_block, strict=False, **SPLICED)
+@overload(make_block, strict=False, inline=SPLICED)
 def _compiled_block() -> Any:
     return lambda: carray(_stack(f4), (1, BLOCK))
 

@@ -80,16 +80,16 @@ def _level_of(planes: Any, v: Any, noise: Any) -> Any:
     return lambda planes, v, noise: run(v, noise)
 
 
-@overload(encode, strict=False, **SPLICED)
+@overload(encode, strict=False, inline=SPLICED)
 def _encode(planes: Any, b: Any, s: Any) -> Any:
     return _kernels_of(planes).encode
 
 
-@overload(measure, strict=False, **SPLICED)
+@overload(measure, strict=False, inline=SPLICED)
 def _measure(planes: Any, b: Any, s: Any) -> Any:
     return _kernels_of(planes).measure
 
 
-@overload(end_encode, strict=False, **SPLICED)
+@overload(end_encode, strict=False, inline=SPLICED)
 def _end_encode(planes: Any, b: Any, s: Any) -> Any:
     return _kernels_of(planes).end_encode
