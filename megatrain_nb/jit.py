@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -26,6 +26,12 @@ _OPTIONS = {
     "error_model": "numpy",
     "boundscheck": False,
 }
+
+INLINED: Any = {"forceinline": True}
+"""``jit_options`` of an `overload` that is a part of kernels, as `inlined` is."""
+
+SPLICED: Literal["always"] = "always"
+"""``inline`` of an `overload` that is a part of kernels, as `spliced` is."""
 
 _lock = threading.Lock()
 
@@ -58,7 +64,18 @@ def inlined(function: Function) -> Function:
     For what runs for some hundred elements: a call costs as much as its work, since
     each array is seven arguments.
     """
-    compiled = _numba().njit(forceinline=True, **_OPTIONS)(function)
+    compiled = _numba().njit(**INLINED, **_OPTIONS)(function)
+    return cast("Function", compiled)
+
+
+def spliced(function: Function) -> Function:
+    """Compile a part of kernels that has loops, as if its lines stood where one calls it.
+
+    LLVM makes vectors of the loops of `inlined` parts before it knows the caller's arrays, and then asks
+    in each whether they overlap. Numba takes ``s.name[i] = x`` in such a part for a store that
+    nobody reads, and drops it: call `megatrain_nb.codec.kernels.put`.
+    """
+    compiled = _numba().njit(inline=SPLICED, **_OPTIONS)(function)
     return cast("Function", compiled)
 
 

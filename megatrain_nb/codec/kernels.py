@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import types
 from numba.extending import overload
+from numpy import int32 as i4
 from numpy import uint32 as u4
 
+from megatrain_nb.codec.base import BLOCK
 from megatrain_nb.codec.split import Split
-from megatrain_nb.jit import kernel
+from megatrain_nb.jit import inlined, kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -68,6 +70,12 @@ def join_bits(hi: np.uint32, lo: np.uint32) -> np.uint32:
 
 
 @kernel
+def join_finite(hi: np.uint16, lo: np.uint16) -> np.uint32:
+    """Return what `join_bits` does, where that is below `FIRST_ODD_NAN`."""
+    return u4(u4(u4(hi) << _SIXTEEN) + u4(i4(np.int16(lo))))
+
+
+@kernel
 def split(master: F32, hi: U16, lo: U16) -> None:
     """Write the halves of every number; all arrays of one length."""
     for i in range(master.size):
@@ -82,7 +90,13 @@ def join(hi: U16, lo: U16, master: F32) -> None:
         master[i] = to_float(join_bits(u4(hi[i]), u4(lo[i])))
 
 
-def load(array: Floats, i: int) -> np.float32:
+@inlined
+def put(array: Any, i: Any, value: Any) -> None:
+    """Set an element of an array; what `spliced` kernels must call."""
+    array[i] = value
+
+
+def load(array: Floats, i: Any) -> np.float32:
     """Return number i of an fp32 array, of a bf16 array (uint16) or of a `Split`."""
     if isinstance(array, Split):
         return to_float(join_bits(u4(array.hi[i]), u4(array.lo[i])))
@@ -106,6 +120,18 @@ def window(array: Floats, start: int, stop: int) -> Floats:
     return array.part(part) if isinstance(array, Split) else array[part]
 
 
+def rows(array: Floats) -> Floats:
+    """Return a view of whole blocks, a row for each."""
+    if isinstance(array, Split):
+        return Split(array.hi.reshape(-1, BLOCK), array.lo.reshape(-1, BLOCK))
+    return array.reshape(-1, BLOCK)
+
+
+def row(array: Floats, b: np.uintp) -> Floats:
+    """Return a view of a row."""
+    return Split(array.hi[b], array.lo[b]) if isinstance(array, Split) else array[b]
+
+
 @overload(window, strict=False)
 def _compiled_window(array: Any, start: Any, stop: Any) -> Any:
     if is_split(array):
@@ -113,6 +139,23 @@ def _compiled_window(array: Any, start: Any, stop: Any) -> Any:
             array.hi[start:stop], array.lo[start:stop]
         )
     return lambda array, start, stop: array[start:stop]
+
+
+@overload(rows, strict=False)
+def _compiled_rows(array: Any) -> Any:
+    if is_split(array):
+        return lambda array: Split(
+            array.hi.reshape(array.hi.size // BLOCK, BLOCK),
+            array.lo.reshape(array.lo.size // BLOCK, BLOCK),
+        )
+    return lambda array: array.reshape(array.size // BLOCK, BLOCK)
+
+
+@overload(row, strict=False)
+def _compiled_row(array: Any, b: Any) -> Any:
+    if is_split(array):
+        return lambda array, b: Split(array.hi[b], array.lo[b])
+    return lambda array, b: array[b]
 
 
 @overload(load, strict=False)

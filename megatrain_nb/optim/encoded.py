@@ -21,6 +21,7 @@ from megatrain_nb.optim.adamw import (
     check_grad,
     check_master,
     check_segments,
+    chunk_of,
     cut,
     part_of,
 )
@@ -33,10 +34,6 @@ if TYPE_CHECKING:
     from megatrain_nb.codec.kernels import U16, Floats
     from megatrain_nb.optim.adamw import Work
     from megatrain_nb.optim.kernels import Array
-
-
-CHUNK = 512 * 1024
-"""Elements per kernel call, a multiple of `BLOCK`: some 0.4 ms, of which Python takes 5 %."""
 
 
 # What the quantised codecs have been tried with.
@@ -91,7 +88,7 @@ def update_encoded(
     """Apply AdamW to every segment, in place; elements in no segment stay untouched.
 
     The bytes do not depend on the number of threads, nor on where a parameter is cut.
-    Moments are fp32 for one block of 128 elements at a time, on the stack.
+    Moments are fp32 for four blocks of 128 elements at a time, on the stack.
 
     Parameters
     ----------
@@ -128,9 +125,10 @@ def update_encoded(
         msg = f"grad_scale={grad_scale!r} is not usable; give a finite number"
         raise ArgumentError(msg)
     calls: deque[Work] = deque()
+    chunk = chunk_of(segments, threads.num_threads)
     for segment in segments:
         scalars = segment.config.scalars(segment.step, grad_scale)
-        calls.extend(_calls(segment, param, grad, scalars))
+        calls.extend(_calls(segment, chunk, param, grad, scalars))
     if not finite:
         _refuse_infinite(grad, segments, threads)
     threads.run(calls)
@@ -194,7 +192,11 @@ def caution_of(codec: str, config: AdamWConfig) -> str:
 
 
 def _calls(
-    segment: EncodedSegment, param: Array | Split, grad: Floats, scalars: Any
+    segment: EncodedSegment,
+    chunk: int,
+    param: Array | Split,
+    grad: Floats,
+    scalars: Any,
 ) -> Iterator[Work]:
     """Yield one kernel call for each chunk."""
     from megatrain_nb.codec.quantised.block_kernels import (  # noqa: PLC0415
@@ -207,7 +209,7 @@ def _calls(
         planes = codec.planes(segment.encoded)
     else:
         m, v = segment.encoded.view(np.float32).reshape(2, size)
-    for part in cut(0, size, CHUNK):
+    for part in cut(0, size, chunk):
         place = slice(segment.start + part.start, segment.start + part.stop)
         master, gradient = part_of(param, place), grad[place]
         if isinstance(codec, BlockCodec):
@@ -232,11 +234,12 @@ def _refuse_infinite(
         if not kernels.all_finite(grad[part]):
             bad.add(segment.name)
 
+    chunk = chunk_of(segments, threads.num_threads)
     looks: deque[Work] = deque(
         partial(look, segment, part)
         for segment in segments
         if isinstance(segment.codec, BlockCodec)
-        for part in cut(segment.start, segment.stop, CHUNK)
+        for part in cut(segment.start, segment.stop, chunk)
     )
     threads.run(looks)
     if bad:

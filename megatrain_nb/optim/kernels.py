@@ -18,37 +18,72 @@ this kernel). An array cut at multiples of 8 therefore gives the same bits as th
 whole. Where the CPU has no fma, torch multiplies and adds, and so does this. Not
 tried on other architectures: there the last bit may differ, as it does when
 ATEN_CPU_CAPABILITY=default forbids torch the fma that the CPU has.
+
+[Note: division]
+A CPU has one unit for roots and divisions, and it is what binds this kernel. All elements
+are divided by the same c, so that division can be made of fmas, rounded as a division
+is. With z the float nearest to 1 / c and y the one nearest to 1 / c - z,
+
+    q  = fma(a, z, a * y)       one of the two floats next to a / c
+    q' = fma(fma(-q, c, a), z, q)
+
+The first is what Brisebarre, Muller and Raina show (2004, IEEE Transactions on Computers
+53); its remainder a - q c is a float, and Markstein's theorem (1990, IBM Journal of
+Research and Development 34) then says that q' is a / c rounded to nearest. That holds where
+nothing underflows or is infinite: a root is at least 2**-75 or 0, c is at most 1, and an
+infinity is put in at the end.
 """
 
 from __future__ import annotations
 
 import platform
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numba import types
 from numba.core import codegen
 from numba.extending import intrinsic, overload
+from numpy import float32 as f4
+from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
-from megatrain_nb.codec.kernels import INFINITY, load, store, window
-from megatrain_nb.codec.quantised.block_kernels import (
-    begin_params,
-    end_params,
-    magnitude,
-    make_scratch,
-    put_noise,
+from megatrain_nb.codec.kernels import (
+    FIRST_ODD_NAN,
+    INFINITY,
+    is_split,
+    join_finite,
+    load,
+    put,
+    row,
+    rows,
+    store,
+    to_bits,
+    to_float,
+    window,
 )
-from megatrain_nb.codec.quantised.blocks import HALF
+from megatrain_nb.codec.quantised.block_kernels import (
+    FACTORS_U4,
+    GROUP,
+    M_TOP,
+    V_TOP,
+    hash_of,
+    largest_of,
+    magnitude,
+    make_block,
+    make_scratch,
+    max_of,
+    scratch_of,
+)
+from megatrain_nb.codec.quantised.blocks import LANES as HASHES
 from megatrain_nb.codec.quantised.kernels import (
     begin_decode,
-    begin_encode,
     decode,
     encode,
     end_encode,
     level_of,
+    measure,
 )
-from megatrain_nb.jit import inlined, kernel
+from megatrain_nb.jit import SPLICED, inlined, kernel, spliced
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -114,13 +149,40 @@ def _first_half(
     return p * scalars.decay, fma(lerp, g - m, base), g
 
 
-@kernel
+class Inverse(NamedTuple):
+    """What divides by one number without a division."""
+
+    divisor: np.float32
+    upper: np.float32
+    """1 / divisor."""
+    lower: np.float32
+    """What `upper` lacks of it."""
+
+
+@inlined
+def inverse_of(divisor: np.float32) -> Inverse:
+    """Return what `quotient` divides by."""
+    upper = f4(f4(1) / divisor)
+    return Inverse(divisor, upper, f4(fma(f4(-upper), divisor, f4(1)) / divisor))
+
+
+@inlined
+def quotient(a: np.float32, by: Inverse) -> np.float32:
+    """Return ``a / by.divisor``, see [Note: division]."""
+    if not _FMA:
+        return f4(a / by.divisor)
+    near = fma(a, by.upper, f4(a * by.lower))
+    exact = fma(fma(f4(-near), by.divisor, a), by.upper, near)
+    return exact if a < f4(np.inf) else a
+
+
+@inlined
 def _second_half(
-    p: np.float32, m: np.float32, v: np.float32, scalars: Scalars
+    p: np.float32, m: np.float32, v: np.float32, correction: Inverse, scalars: Scalars
 ) -> np.float32:
     """Return the new parameter."""
-    denom = np.sqrt(v) / scalars.bias_correction2_sqrt + scalars.eps
-    return np.float32(p + scalars.minus_step_size * m / denom)
+    denom = f4(quotient(np.sqrt(v), correction) + scalars.eps)
+    return np.float32(p + f4(f4(scalars.minus_step_size * m) / denom))
 
 
 @kernel
@@ -148,86 +210,198 @@ def adamw(
     """
     size = exp_avg.size
     body = size - size % LANES
-    lerp = scalars.lerp
+    correction, lerp = inverse_of(scalars.bias_correction2_sqrt), scalars.lerp
     for i in range(body):
         p, m, g = _first_half(load(master, i), exp_avg[i], load(grad, i), lerp, scalars)
         v = fma(scalars.one_minus_beta2 * g, g, exp_avg_sq[i] * scalars.beta2)
-        store(master, i, _second_half(p, m, v, scalars))
+        store(master, i, _second_half(p, m, v, correction, scalars))
         exp_avg[i], exp_avg_sq[i] = m, v
     lerp = scalars.lerp_tail
     for i in range(body, size):
         p, m, g = _first_half(load(master, i), exp_avg[i], load(grad, i), lerp, scalars)
         v = fma(exp_avg_sq[i], scalars.beta2, scalars.one_minus_beta2 * g * g)
-        store(master, i, _second_half(p, m, v, scalars))
+        store(master, i, _second_half(p, m, v, correction, scalars))
         exp_avg[i], exp_avg_sq[i] = m, v
 
 
 @inlined
-def _moments(
-    p: np.float32, m: np.float32, v: np.float32, g: np.float32, x: Scalars
-) -> tuple[np.float32, np.float32]:
-    _, m, g = _first_half(p, m, g, x.lerp, x)
-    return m, fma(x.one_minus_beta2 * g, g, v * x.beta2)
-
-
-@inlined
-def _denom(v: np.float32, correction: np.float32, x: Scalars) -> np.float32:
-    return fma(np.sqrt(v), correction, x.eps)
-
-
-@inlined
-def _param(p: np.float32, m: np.float32, denom: np.float32, x: Scalars) -> np.float32:
-    return fma(p, x.decay, np.float32(np.float32(x.minus_step_size * m) / denom))
-
-
-@inlined
-def _update_block(
-    master: Any,
+def _decode_one(
+    params: Any,
     planes: Planes,
-    grad: Floats,
-    b: Any,
-    size: int,
+    grad: Any,
+    b: np.uintp,
+    header: Any,
+    s: Scratch,
+    x: Scalars,
+    coupled: bool,
+    i: int,
+    k: int,
+    noise: np.uint32,
+) -> tuple[np.uint32, np.uint32]:
+    """Put the new moments of element i + 16 k; return the magnitude of m and the level of v."""
+    j = HASHES * k + i
+    m, v = decode(planes, b, header, i, k)
+    g = f4(load(grad, j) * x.grad_scale)
+    if coupled:
+        g = fma(load(params, j), x.l2, g)
+    m = fma(x.lerp, f4(g - m), g if x.from_grad else m)
+    v = fma(f4(x.one_minus_beta2 * g), g, f4(v * x.beta2))
+    level = level_of(planes, v, noise)
+    correction = f4(f4(1) / x.bias_correction2_sqrt)
+    s.m[j], s.level[j] = m, level
+    s.denom[j] = fma(np.sqrt(v), correction, x.eps)
+    return magnitude(m), level
+
+
+@spliced
+def _decode_block(
+    params: Any,
+    planes: Planes,
+    grad: Any,
+    b: np.uintp,
     s: Scratch,
     x: Scalars,
     counter: Counter,
+    coupled: bool,
 ) -> None:
-    """Update one block.
+    """Put the new moments of a block, and what its parameters are divided by."""
+    q, header = planes, begin_decode(planes, b)
+    number = np.uint32(counter.block + np.uint32(b))
+    m_top, v_top = np.uint32(0), np.uint32(0)
+    for i in range(HASHES):
+        at = hash_of(number, i, counter)
+        put(s.hash, i, at)
+        n = np.uint32(at * FACTORS_U4[0])
+        m_0, v_0 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 0, n)
+        n = np.uint32(at * FACTORS_U4[1])
+        m_1, v_1 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 1, n)
+        n = np.uint32(at * FACTORS_U4[2])
+        m_2, v_2 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 2, n)
+        n = np.uint32(at * FACTORS_U4[3])
+        m_3, v_3 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 3, n)
+        n = np.uint32(at * FACTORS_U4[4])
+        m_4, v_4 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 4, n)
+        n = np.uint32(at * FACTORS_U4[5])
+        m_5, v_5 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 5, n)
+        n = np.uint32(at * FACTORS_U4[6])
+        m_6, v_6 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 6, n)
+        n = np.uint32(at * FACTORS_U4[7])
+        m_7, v_7 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 7, n)
+        m_top = max_of(m_top, largest_of((m_0, m_1, m_2, m_3, m_4, m_5, m_6, m_7)))
+        v_top = max_of(v_top, largest_of((v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7)))
+    put(s.number, M_TOP, m_top)
+    put(s.number, V_TOP, v_top)
 
-    Roots are taken in the first pass and divisions made in the second: the CPU has one
-    unit for both, and there is other work in each pass to hide them.
+
+@spliced
+def _cut_block(s: Scratch, size: int) -> None:
+    """Make zeros of what lies behind a parameter's end."""
+    top = np.uint32(0)
+    for i in range(BLOCK):
+        if i >= size:
+            put(s.m, i, f4(0))
+            put(s.level, i, np.uint32(0))
+        top = max_of(top, s.level[i])
+    put(s.number, V_TOP, top)
+
+
+@inlined
+def _param(p: np.float32, s: Scratch, i: int, x: Scalars) -> np.float32:
+    return fma(p, x.decay, f4(f4(x.minus_step_size * s.m[i]) / s.denom[i]))
+
+
+def _update_params(params: Any, s: Scratch, x: Scalars) -> None:
+    """Update the parameters of a block, fp32 or a `Split`."""
+    for i in range(BLOCK):
+        store(params, i, _param(load(params, i), s, i, x))
+
+
+@overload(_update_params, strict=False, inline=SPLICED)
+def _compiled_update_params(params: Any, s: Any, x: Any) -> Any:
+    if not is_split(params):
+
+        def update(params: Any, s: Any, x: Any) -> None:
+            for i in range(BLOCK):
+                put(params, i, _param(params[i], s, i, x))
+
+        return update
+
+    def update_halves(params: Any, s: Any, x: Any) -> None:
+        # The formula alone, and all again where it does not hold: see [Note: split].
+        largest = np.uint32(0)
+        for i in range(BLOCK):
+            bits = join_finite(params.hi[i], params.lo[i])
+            put(s.param, i, _param(to_float(bits), s, i, x))
+            largest = max_of(largest, magnitude(to_float(bits)))
+        if largest >= FIRST_ODD_NAN:
+            for i in range(BLOCK):
+                put(s.param, i, _param(load(params, i), s, i, x))
+        largest = np.uint32(0)
+        for i in range(BLOCK):
+            bits = to_bits(s.param[i])
+            put(params.hi, i, np.uint16(u4(bits + u4(0x8000)) >> u4(16)))
+            put(params.lo, i, np.uint16(bits))
+            largest = max_of(largest, magnitude(s.param[i]))
+        if largest > INFINITY:
+            for i in range(BLOCK):
+                store(params, i, s.param[i])
+
+    return update_halves
+
+
+@kernel
+def _update_blocks(
+    master: Any,
+    planes: Planes,
+    grad: Any,
+    start: int,
+    last: int,
+    x: Scalars,
+    counter: Counter,
+) -> None:
+    """Update whole blocks, in groups: see [Note: stages].
+
+    Roots are taken in the first stage and divisions made in the second: the CPU has one
+    unit for both, and there is other work in each stage to hide them.
+
+    Parameters
+    ----------
+    master, grad
+        A row for each block.
+    planes
+        Of all blocks.
+    start
+        Which of them is the first row's.
+    last
+        How many elements of the last row count.
+    x
+        Hyper-parameters.
+    counter
+        Of the first block of `planes`.
     """
-    params = begin_params(master, s)
-    put_noise(s, np.uint32(counter.block + np.uint32(b)), counter)
-    header = begin_decode(planes, b, s)
-    correction = np.float32(np.float32(1) / x.bias_correction2_sqrt)
-    largest = np.uint32(0)
-    for i in range(HALF):
-        j = i + HALF
-        m_0, m_1, v_0, v_1 = decode(planes, b, s, header, i)
-        p_0 = p_1 = np.float32(0)
-        if x.coupled:  # else the parameter is not needed yet
-            p_0, p_1 = params[i], params[j]
-        m_0, v_0 = _moments(p_0, m_0, v_0, load(grad, i), x)
-        m_1, v_1 = _moments(p_1, m_1, v_1, load(grad, j), x)
-        s.m[i], s.m[j] = m_0, m_1
-        s.denom[i] = _denom(v_0, correction, x)
-        s.denom[j] = _denom(v_1, correction, x)
-        s.v_code[i] = level_of(planes, v_0, s.noise[i])
-        s.v_code[j] = level_of(planes, v_1, s.noise[j])
-        bits_0, bits_1 = magnitude(m_0), magnitude(m_1)
-        bits = bits_0 if bits_0 > bits_1 else bits_1
-        largest = bits if bits > largest else largest
-    for i in range(size, BLOCK):
-        s.m[i], s.v_code[i] = np.float32(0), np.uint32(0)
-    state, largest = begin_encode(planes, b, s, largest), np.uint32(0)
-    for i in range(HALF):
-        j = i + HALF
-        params[i] = _param(params[i], s.m[i], s.denom[i], x)
-        params[j] = _param(params[j], s.m[j], s.denom[j], x)
-        bits = encode(planes, b, s, state, i)
-        largest = bits if bits > largest else largest
-    end_encode(planes, b, s, largest)
-    end_params(master, s)
+    group, count = make_scratch(), len(grad)
+    for first in range(0, count, GROUP):
+        here = min(GROUP, count - first)
+        for k in range(here):
+            b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
+            at = np.uintp(first + k)
+            params, part = row(master, at), row(grad, at)
+            if x.coupled:
+                _decode_block(params, planes, part, b, s, x, counter, True)
+            else:
+                _decode_block(params, planes, part, b, s, x, counter, False)
+        if last < BLOCK:
+            _cut_block(scratch_of(group, np.uintp(here - 1)), last)
+        for k in range(here):
+            s = scratch_of(group, np.uintp(k))
+            _update_params(row(master, np.uintp(first + k)), s, x)
+            encode(planes, np.uintp(start + first + k), s)
+        for k in range(here):
+            b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
+            measure(planes, b, s)
+        for k in range(here):
+            b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
+            end_encode(planes, b, s)
 
 
 @kernel
@@ -257,26 +431,20 @@ def adamw_encoded(
     counter
         Of the first block.
     """
-    s = make_scratch()
     whole = grad.size // BLOCK
-    for block in range(whole):
-        first = block * BLOCK
-        part = window(grad, first, first + BLOCK)
-        here = window(master, first, first + BLOCK)
-        # Unsigned: a signed place could count from the end, and numba would ask.
-        _update_block(here, planes, part, np.uintp(block), BLOCK, s, scalars, counter)
     start = whole * BLOCK
+    params, part = rows(window(master, 0, start)), rows(window(grad, 0, start))
+    _update_blocks(params, planes, part, 0, BLOCK, scalars, counter)
     rest = grad.size - start
     if rest:
-        param, part = s.param, s.grad
+        param, last = make_block(), make_block()
         for i in range(BLOCK):
-            param[i], part[i] = np.float32(0), np.float32(0)
+            param[0, i], last[0, i] = f4(0), f4(0)
         for i in range(rest):
-            param[i], part[i] = load(master, start + i), load(grad, start + i)
-        last = np.uintp(whole)
-        _update_block(param, planes, part, last, rest, s, scalars, counter)
+            param[0, i], last[0, i] = load(master, start + i), load(grad, start + i)
+        _update_blocks(param, planes, last, whole, rest, scalars, counter)
         for i in range(rest):
-            store(master, start + i, param[i])
+            store(master, start + i, param[0, i])
 
 
 @kernel

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain_nb.codec.base import BLOCK
 from megatrain_nb.errors import ArgumentError, SessionError
 from megatrain_nb.optim import adamw, kernels
 from megatrain_nb.optim.adamw import Segment, UpdateThreads, update
@@ -100,9 +101,18 @@ def test_chunks_and_threads_leave_no_trace(
     common.assert_same_bits(tuple(state), want)
 
 
-def test_chunk_keeps_the_tail_last() -> None:
-    assert adamw.CHUNK % 16 == 0
-    assert adamw.CHUNK % kernels.LANES == 0
+@pytest.mark.parametrize("num_threads", [1, 2, 7])
+@pytest.mark.parametrize("size", [1, 10**6 + 1, 4 * 2**20, 10**8])
+def test_chunks_keep_the_tail_last_and_leave_a_share_to_each_thread(
+    num_threads: int, size: int
+) -> None:
+    segment = Segment(5, 5 + size, AdamWConfig(), 1)
+    chunk = adamw.chunk_of([segment], num_threads)
+    assert chunk % kernels.LANES == 0
+    assert chunk % BLOCK == 0
+    assert adamw.SHORTEST <= chunk <= adamw.CHUNK
+    if num_threads > 1 and size > adamw.SHORTEST * adamw.SHARES * num_threads:
+        assert -(-size // chunk) >= adamw.SHARES * num_threads - 1
 
 
 def test_threads_share_the_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from megatrain_nb.codec.base import BLOCK, Codec, Key
 from megatrain_nb.codec.quantised.block_kernels import make_counter
 from megatrain_nb.codec.split import Split, join, split
 from megatrain_nb.errors import ArgumentError, ModelError, SessionError
-from megatrain_nb.optim import encoded, kernels
+from megatrain_nb.optim import adamw, encoded, kernels
 from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import EncodedSegment
@@ -104,11 +104,11 @@ def test_threads_chunks_and_cuts_leave_no_trace(
     m, v = moments(np.random.default_rng(4), size)
     results = []
     for num_threads, chunk, parts in (
-        (1, encoded.CHUNK, [(0, size)]),
+        (1, adamw.CHUNK, [(0, size)]),
         (1 if INTERPRETED else 3, BLOCK, [(0, size)]),
         (1 if INTERPRETED else 2, 3 * BLOCK, [(cut, size), (0, cut)]),
     ):
-        monkeypatch.setattr(encoded, "CHUNK", chunk)
+        monkeypatch.setattr(adamw, "CHUNK", chunk)
         p = param.copy()
         segments = [
             EncodedSegment(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from megatrain_nb.jit import kernel
 from megatrain_nb.optim import kernels
 from megatrain_nb.optim.config import AdamWConfig
 from tests import naive
@@ -114,15 +116,47 @@ def test_fma_twins_round_once(a: float, b: float, c: float) -> None:
                 assert error <= abs(Fraction(float(other)) - exact)
 
 
+def corrections() -> list[np.float32]:
+    """Roots of 1 - beta2**step, and floats at the ends of what they may be."""
+    bounds = [2.0**-26, 0.5, 1 - 2**-24, 1 - 2**-23, 0.5 + 2**-24, 2 / 3, 1.0]
+    roots = [
+        math.sqrt(1 - beta2**step)
+        for beta2 in (0.9, 0.95, 0.999, 1 - 2**-20)
+        for step in (1, 2, 7, 100, 5000)
+    ]
+    return [np.float32(c) for c in (*bounds, *roots)]
+
+
+@pytest.mark.parametrize("c", corrections()[:: 6 if common.INTERPRETED else 1])
+def test_a_quotient_is_that_of_a_division(c: np.float32) -> None:
+    """For every mantissa on both sides of the divisor's, and at the ends of the roots."""
+    step = 2**17 + 1 if common.INTERPRETED else 1
+    mantissas = np.arange(0x3F000000, 0x40000000, step, dtype=np.uint32)
+    odd = [0.0, 2.0**-75, 2.0**-74.5, 2.0**64, np.inf, np.nan]
+    values = np.append(mantissas.view(np.float32), np.array(odd, np.float32))
+    got = np.empty_like(values)
+    with np.errstate(all="ignore"):
+        divide(values, c, got)
+        want = values / c
+    assert np.array_equal(got.view(np.int32)[:-1], want.view(np.int32)[:-1])
+    assert np.isnan(got[-1])
+
+
+@kernel
+def divide(values: F32, divisor: np.float32, out: F32) -> None:
+    by = kernels.inverse_of(divisor)
+    for i in range(values.size):
+        out[i] = kernels.quotient(values[i], by)
+
+
 @pytest.mark.skipif(common.INTERPRETED, reason="nothing is compiled")
 def test_vectorised() -> None:
-    kernel = kernels.adamw
     args = tuple(np.zeros(16, np.float32) for _ in range(4))
     scalars = AdamWConfig().scalars(1)
     # A fresh compilation: what the cache returns cannot be inspected.
     import numba  # noqa: PLC0415
 
-    fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)  # type: ignore[attr-defined]
+    fresh = numba.njit(nogil=True, error_model="numpy")(kernels.adamw.py_func)  # type: ignore[attr-defined]
     fresh(*args, scalars)
     (asm,) = fresh.inspect_asm().values()
     assert asm.count("vsqrtps") + asm.count("fsqrt.4s") > 0

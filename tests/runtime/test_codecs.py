@@ -323,7 +323,7 @@ def test_threads_tiles_residency_and_time_leave_no_trace(
             "megatrain_nb.runtime.session.UpdateThreads",
             lambda n=threads: UpdateThreads(n),
         )
-        monkeypatch.setattr("megatrain_nb.optim.encoded.CHUNK", 512)
+        monkeypatch.setattr("megatrain_nb.optim.adamw.CHUNK", 512)
         other = after(tmp_path / f"t{threads}", "disk", compression=name)
         assert differing(first[0], other[0]) == []
         assert first[1] == other[1]

@@ -1,8 +1,19 @@
-"""What the compiled codecs share: memory for a block, the hash, and how v is stored.
+"""What the compiled codecs share: memory for blocks, the hash, planes, and how v is stored.
 
 The same bytes as the numpy codecs beside this file, which say what is done and why.
-Loops run over the elements of a block, without a branch, so that LLVM makes vectors of
-them; see [Note: 32 bits] for the casts. Importing this imports numba.
+See [Note: 32 bits] for the casts. Importing this imports numba.
+
+[Note: lanes]
+Loops run over the 16 lanes of a vector, without a branch, and LLVM makes one straight
+piece of code of each. What a lane does with its eight elements i, i + 16, i + 32 ... is
+written out, since LLVM makes no vectors of loops in loops. So what the eight share stays
+in a register: their hash, and the bytes that their codes are packed in.
+
+[Note: stages]
+A block waits several times for a number that all its elements make: the largest, a sum.
+Such a number takes some tens of cycles to go from a vector to a scalar, through a
+division and back. So some blocks pass each stage together: while one waits, the next
+one computes.
 """
 
 from __future__ import annotations
@@ -14,21 +25,11 @@ from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy import float32 as f4
-from numpy import int32 as i4
 from numpy import uint8 as u1
 from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
-from megatrain_nb.codec.kernels import (
-    FIRST_ODD_NAN,
-    INFINITY,
-    SIGNLESS,
-    is_split,
-    load,
-    store,
-    to_bits,
-    to_float,
-)
+from megatrain_nb.codec.kernels import SIGNLESS, to_bits, to_float
 from megatrain_nb.codec.quantised.blocks import (
     FACTORS,
     LANES,
@@ -39,33 +40,39 @@ from megatrain_nb.codec.quantised.blocks import (
     SPREAD,
     key_words,
 )
-from megatrain_nb.codec.split import Split
-from megatrain_nb.jit import inlined
+from megatrain_nb.jit import SPLICED, inlined
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatrain_nb.codec.base import F32, Key
-    from megatrain_nb.codec.quantised.blocks import BlockCodec
+    from megatrain_nb.codec.base import Key
+    from megatrain_nb.codec.quantised.blocks import BlockCodec, Planes
 
 _LINE = 64
 _SPREAD_SCALE, _SPREAD_OFFSET = SPREAD
-_F = tuple(u4(factor) for factor in FACTORS)
+FACTORS_U4 = tuple(u4(factor) for factor in FACTORS)
+
+GROUP = 4
+"""Blocks that pass the stages together, see [Note: stages]; their scratch stays in the first cache."""
 
 
 class Scratch(NamedTuple):
-    """Memory for one block: its moments, and what it takes to encode them."""
+    """Memory for `GROUP` blocks, or for one of them: what a stage leaves to the next."""
 
     m: NDArray[np.float32]
-    size: NDArray[np.float32]
-    param: NDArray[np.float32]
-    grad: NDArray[np.float32]
     denom: NDArray[np.float32]
-    noise: NDArray[np.uint32]
-    m_code: NDArray[np.uint32]
-    v_code: NDArray[np.uint32]
-    m_byte: NDArray[np.uint8]
-    v_byte: NDArray[np.uint8]
+    param: NDArray[np.float32]
+    size: NDArray[np.float32]
+    level: NDArray[np.uint32]
+    """Of v, see `level_of`."""
+    hash: NDArray[np.uint32]
+    """One for each lane."""
+    number: NDArray[np.uint32]
+    """What all elements of a block make: at `M_TOP`, `V_TOP` and `TOTAL`."""
+
+
+M_TOP, V_TOP, TOTAL = 0, 1, 2
+"""The largest `magnitude` of m, the largest level of v, the sum of the sizes."""
 
 
 class Counter(NamedTuple):
@@ -77,16 +84,12 @@ class Counter(NamedTuple):
 
 
 def make_scratch() -> Scratch:
-    """Return memory for one block; compiled, it is on the stack.
+    """Return memory for some blocks; compiled, it is on the stack.
 
     So LLVM knows that it overlaps with no array, and need not ask in every loop.
     """
-    m, size, param, grad, denom = np.zeros((5, BLOCK), np.float32)
-    noise, m_code, v_code = np.zeros((3, BLOCK), np.uint32)
-    m_byte, v_byte = np.zeros((2, BLOCK), np.uint8)
-    return Scratch(
-        *(m, size, param, grad, denom, noise, m_code, v_code, m_byte, v_byte)
-    )
+    floats = np.zeros((4, GROUP, BLOCK), np.float32)
+    return Scratch(*floats, *np.zeros((3, GROUP, BLOCK), np.uint32))
 
 
 _alloca: Any = cgutils.alloca_once
@@ -95,11 +98,11 @@ _pointer: Any = types.CPointer
 
 @intrinsic
 def _stack_pointer(_typing: Any, dtype: Any) -> Any:
-    """Return a pointer to `BLOCK` values on the stack."""
+    """Return a pointer to values of `GROUP` blocks on the stack."""
 
     def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         value_type = context.get_value_type(dtype.dtype)
-        memory = _alloca(builder, value_type, size=BLOCK)
+        memory = _alloca(builder, value_type, size=GROUP * BLOCK)
         memory.align = _LINE
         return memory
 
@@ -107,22 +110,38 @@ def _stack_pointer(_typing: Any, dtype: Any) -> Any:
 
 
 _stack: Any = _stack_pointer
+_SHAPE = (GROUP, BLOCK)
 
 
-@overload(make_scratch, strict=False)
+# Spliced: the memory lives as long as the function that numba writes it into.
+@overload(make_scratch, strict=False, inline=SPLICED)
 def _compiled_scratch() -> Any:
     return lambda: Scratch(
-        carray(_stack(f4), BLOCK),
-        carray(_stack(f4), BLOCK),
-        carray(_stack(f4), BLOCK),
-        carray(_stack(f4), BLOCK),
-        carray(_stack(f4), BLOCK),
-        carray(_stack(u4), BLOCK),
-        carray(_stack(u4), BLOCK),
-        carray(_stack(u4), BLOCK),
-        carray(_stack(u1), BLOCK),
-        carray(_stack(u1), BLOCK),
+        carray(_stack(f4), _SHAPE),
+        carray(_stack(f4), _SHAPE),
+        carray(_stack(f4), _SHAPE),
+        carray(_stack(f4), _SHAPE),
+        carray(_stack(u4), _SHAPE),
+        carray(_stack(u4), _SHAPE),
+        carray(_stack(u4), _SHAPE),
     )
+
+
+def make_block() -> NDArray[np.float32]:
+    """Return memory for one block, as a row; compiled, it is on the stack."""
+    return np.zeros((1, BLOCK), np.float32)
+
+
+@overload(make_block, strict=False, inline=SPLICED)
+def _compiled_block() -> Any:
+    return lambda: carray(_stack(f4), (1, BLOCK))
+
+
+@inlined
+def scratch_of(s: Scratch, k: np.uintp) -> Scratch:
+    """Return the memory of one block."""
+    m, denom, param, size = s.m[k], s.denom[k], s.param[k], s.size[k]
+    return Scratch(m, denom, param, size, s.level[k], s.hash[k], s.number[k])
 
 
 def make_counter(key: Key) -> Counter:
@@ -130,26 +149,19 @@ def make_counter(key: Key) -> Counter:
     return Counter(u4(key.first // BLOCK & 0xFFFFFFFF), *key_words(key))
 
 
-# ------------------------------------------------------------------ shared
+# -------------------------------------------------------------------- v
 
 
 @inlined
-def put_noise(s: Scratch, block: np.uint32, counter: Counter) -> None:
-    """Put the random bits of a block, see `blocks.dither`."""
-    for i in range(LANES):
-        x = u4(u4(block * u4(LANES)) + u4(i))
-        x = u4(u4(x ^ counter.word_1) * MULTIPLY_1)
-        x = u4(u4(u4(x ^ u4(x >> u4(15))) + counter.word_2) * MULTIPLY_2)
-        x = u4(x ^ u4(x >> u4(16)))
-        # By hand: LLVM makes no vectors of a loop over the eight.
-        s.noise[i] = u4(x * _F[0])
-        s.noise[i + LANES] = u4(x * _F[1])
-        s.noise[i + 2 * LANES] = u4(x * _F[2])
-        s.noise[i + 3 * LANES] = u4(x * _F[3])
-        s.noise[i + 4 * LANES] = u4(x * _F[4])
-        s.noise[i + 5 * LANES] = u4(x * _F[5])
-        s.noise[i + 6 * LANES] = u4(x * _F[6])
-        s.noise[i + 7 * LANES] = u4(x * _F[7])
+def hash_of(block: np.uint32, i: int, counter: Counter) -> np.uint32:
+    """Return what a lane of a block has at random, see `blocks.dither`.
+
+    An element's own is that times its one of `FACTORS_U4`.
+    """
+    x = u4(u4(block * u4(LANES)) + u4(i))
+    x = u4(u4(x ^ counter.word_1) * MULTIPLY_1)
+    x = u4(u4(u4(x ^ u4(x >> u4(15))) + counter.word_2) * MULTIPLY_2)
+    return u4(x ^ u4(x >> u4(16)))
 
 
 @inlined
@@ -203,19 +215,20 @@ def level_of(v: np.float32, noise: np.uint32, x: V) -> np.uint32:
 
 
 @inlined
-def range_of(s: Scratch, x: V) -> tuple[np.uint32, np.uint32, np.uint32]:
-    """Return the top of the levels in `v_code`, the first level, the largest code."""
-    level = u4(0)
-    for i in range(BLOCK):
-        level = s.v_code[i] if s.v_code[i] > level else level
+def begin_v(
+    planes: Planes, b: np.uintp, s: Scratch, x: V
+) -> tuple[np.uint32, np.uint32]:
+    """Write the top of block b; return the level of code 0 and the largest code."""
+    level = s.number[V_TOP]
     if level > x.largest:  # an infinity
         level = x.largest
         for i in range(BLOCK):
-            s.v_code[i] = min(s.v_code[i], level)
+            s.level[i] = min(s.level[i], level)
     top = u4((level if level > x.least else x.least) >> x.fine)
+    planes.top[b] = u1(top)
     first = first_of(top, x)
     room = u4(first - x.least)
-    return top, first, room if room < x.most else x.most
+    return first, room if room < x.most else x.most
 
 
 @inlined
@@ -238,69 +251,87 @@ def v_of_code(first: np.uint32, code: np.uint32, x: V) -> np.float32:
 
 
 class BlockKernels(NamedTuple):
-    """What a codec is, compiled; see the functions of these names at the end."""
+    """What a codec is, compiled; see the functions of these names in kernels.py."""
 
     begin_decode: Any
     decode: Any
     level_of: Any
-    begin_encode: Any
     encode: Any
+    measure: Any
     end_encode: Any
 
 
-def begin_params(master: F32 | Split, s: Scratch) -> F32:
-    """Return a block of parameters as fp32: itself, or in the scratch."""
-    if not isinstance(master, Split):
-        return master
-    for i in range(BLOCK):
-        s.param[i] = load(master, i)
-    return s.param
+# ------------------------------------------------------------------ planes
 
 
-def end_params(master: F32 | Split, s: Scratch) -> None:
-    """Store what `begin_params` returned, if that is not the parameters themselves."""
-    if isinstance(master, Split):
-        for i in range(BLOCK):
-            store(master, i, s.param[i])
+@inlined
+def max_of(a: Any, b: Any) -> Any:
+    """Return the larger; a comparison that LLVM makes vectors of."""
+    return a if a > b else b
 
 
-@overload(begin_params, strict=False)
-def _begin_params(master: Any, s: Any) -> Any:
-    if not is_split(master):
-        return lambda master, s: master
-
-    def begin(master: Any, s: Any) -> Any:
-        # The formula alone, and all again where it does not hold: see [Note: split].
-        largest = u4(0)
-        for i in range(BLOCK):
-            rest = u4(i4(np.int16(master.lo[i])))
-            bits = u4(u4(u4(master.hi[i]) << u4(16)) + rest)
-            s.param[i] = to_float(bits)
-            size = u4(bits & SIGNLESS)
-            largest = size if size > largest else largest
-        if largest >= FIRST_ODD_NAN:
-            for i in range(BLOCK):
-                s.param[i] = load(master, i)
-        return s.param
-
-    return begin
+@inlined
+def largest_of(values: Any) -> Any:
+    """Return the largest of a lane's eight."""
+    a, b, c, d, e, f, g, h = values
+    left, right = max_of(max_of(a, b), max_of(c, d)), max_of(max_of(e, f), max_of(g, h))
+    return max_of(left, right)
 
 
-@overload(end_params, strict=False)
-def _end_params(master: Any, s: Any) -> Any:
-    if not is_split(master):
-        return lambda master, s: None
+def unpack_kernel(bits: int) -> Any:
+    """Return the kernel that returns a code: element i + 16 k of row b."""
+    each, mask = u4(bits), u4(2**bits - 1)
 
-    def end(master: Any, s: Any) -> None:
-        largest = u4(0)
-        for i in range(BLOCK):
-            bits = to_bits(s.param[i])
-            master.hi[i] = np.uint16(u4(bits + u4(0x8000)) >> u4(16))
-            master.lo[i] = np.uint16(bits)
-            size = u4(bits & SIGNLESS)
-            largest = size if size > largest else largest
-        if largest > INFINITY:
-            for i in range(BLOCK):
-                store(master, i, s.param[i])
+    @inlined
+    def unpack(plane: NDArray[np.uint8], b: np.uintp, i: int, k: int) -> np.uint32:
+        byte = u4(plane[b, LANES * (k % bits) + i])
+        return u4(u4(byte >> u4(each * u4(k // bits))) & mask)
 
-    return end
+    @inlined
+    def unpack_3(plane: NDArray[np.uint8], b: np.uintp, i: int, k: int) -> np.uint32:
+        low = u4(u4(plane[b, LANES * (k % 2) + i]) >> u4(2 * (k // 2)))
+        high = u4(u4(u4(plane[b, 32 + i]) << u4(2)) >> u4(k))
+        return u4(u4(low & u4(3)) | u4(high & u4(4)))
+
+    return unpack_3 if bits == 3 else unpack
+
+
+def pack_kernel(bits: int) -> Any:
+    """Return the kernel that writes a lane's eight codes into row b."""
+
+    @inlined
+    def pack_8(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
+        plane[b, i], plane[b, 16 + i] = u1(codes[0]), u1(codes[1])
+        plane[b, 32 + i], plane[b, 48 + i] = u1(codes[2]), u1(codes[3])
+        plane[b, 64 + i], plane[b, 80 + i] = u1(codes[4]), u1(codes[5])
+        plane[b, 96 + i], plane[b, 112 + i] = u1(codes[6]), u1(codes[7])
+
+    @inlined
+    def pack_4(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
+        plane[b, i] = u1(codes[0] | u4(codes[4] << u4(4)))
+        plane[b, 16 + i] = u1(codes[1] | u4(codes[5] << u4(4)))
+        plane[b, 32 + i] = u1(codes[2] | u4(codes[6] << u4(4)))
+        plane[b, 48 + i] = u1(codes[3] | u4(codes[7] << u4(4)))
+
+    @inlined
+    def four(a: np.uint32, b: np.uint32, c: np.uint32, d: np.uint32) -> np.uint32:
+        """Return the two low bits of each, side by side."""
+        low = u4(u4(a & u4(3)) | u4(u4(b & u4(3)) << u4(2)))
+        return u4(low | u4(u4(c & u4(3)) << u4(4)) | u4(u4(d & u4(3)) << u4(6)))
+
+    @inlined
+    def pack_2(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
+        plane[b, i] = u1(four(codes[0], codes[2], codes[4], codes[6]))
+        plane[b, 16 + i] = u1(four(codes[1], codes[3], codes[5], codes[7]))
+
+    @inlined
+    def pack_3(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
+        pack_2(plane, b, i, codes)
+        low = u4(u4(codes[0] & u4(4)) >> u4(2)) | u4(u4(codes[1] & u4(4)) >> u4(1))
+        low = u4(u4(low | u4(codes[2] & u4(4))) | u4(u4(codes[3] & u4(4)) << u4(1)))
+        high = u4(u4(codes[4] & u4(4)) << u4(2)) | u4(u4(codes[5] & u4(4)) << u4(3))
+        high = u4(high | u4(u4(codes[6] & u4(4)) << u4(4)))
+        high = u4(high | u4(u4(codes[7] & u4(4)) << u4(5)))
+        plane[b, 32 + i] = u1(low | high)
+
+    return {8: pack_8, 4: pack_4, 3: pack_3, 2: pack_2}[bits]

@@ -14,6 +14,7 @@ from megatrain_nb.codec.quantised.linear_kernels import linear_kernels
 from megatrain_nb.codec.quantised.projected_kernels import projected_kernels
 from megatrain_nb.codec.quantised.three import CODEC as THREE
 from megatrain_nb.codec.quantised.two import CODEC as TWO
+from megatrain_nb.jit import INLINED, SPLICED
 
 if TYPE_CHECKING:
     from megatrain_nb.codec.quantised.block_kernels import BlockKernels, Scratch
@@ -27,14 +28,14 @@ _KERNELS = {
 }
 
 
-def begin_decode(planes: Planes, b: int, s: Scratch) -> Any:
-    """Prepare block b; return what `decode` needs of it."""
-    return _KERNELS[type(planes)].begin_decode(planes, b, s)
+def begin_decode(planes: Planes, b: np.uintp) -> Any:
+    """Return what `decode` needs of block b."""
+    return _KERNELS[type(planes)].begin_decode(planes, b)
 
 
-def decode(planes: Planes, b: int, s: Scratch, header: Any, i: int) -> Any:
-    """Return m of elements i and i + 64, then v of both."""
-    return _KERNELS[type(planes)].decode(planes, b, s, header, i)
+def decode(planes: Planes, b: np.uintp, header: Any, i: int, k: int) -> Any:
+    """Return m and v of element i + 16 k."""
+    return _KERNELS[type(planes)].decode(planes, b, header, i, k)
 
 
 def level_of(planes: Planes, v: np.float32, noise: np.uint32) -> np.uint32:
@@ -42,59 +43,53 @@ def level_of(planes: Planes, v: np.float32, noise: np.uint32) -> np.uint32:
     return np.uint32(_KERNELS[type(planes)].level_of(v, noise))
 
 
-def begin_encode(planes: Planes, b: int, s: Scratch, largest: np.uint32) -> Any:
-    """Return what `encode` needs; ``largest`` is of all `magnitude` of m."""
-    return _KERNELS[type(planes)].begin_encode(planes, b, s, largest)
+def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
+    """Encode block b as far as the numbers allow that are known: m, levels and hashes are in the scratch."""
+    _KERNELS[type(planes)].encode(planes, b, s)
 
 
-def encode(planes: Planes, b: int, s: Scratch, state: Any, i: int) -> Any:
-    """Encode what other elements do not change, for i and i + 64 in the scratch.
-
-    Returns a number, whose maximum over all i `end_encode` needs.
-    """
-    return _KERNELS[type(planes)].encode(planes, b, s, state, i)
+def measure(planes: Planes, b: np.uintp, s: Scratch) -> None:
+    """Put what `end_encode` needs, where `encode` has not written all."""
+    _KERNELS[type(planes)].measure(planes, b, s)
 
 
-def end_encode(planes: Planes, b: int, s: Scratch, largest: Any) -> None:
+def end_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
     """Encode the rest of block b."""
-    _KERNELS[type(planes)].end_encode(planes, b, s, largest)
+    _KERNELS[type(planes)].end_encode(planes, b, s)
 
 
 def _kernels_of(planes: Any) -> BlockKernels:
     return _KERNELS[planes.instance_class]
 
 
-@overload(begin_decode, strict=False)
-def _begin_decode(planes: Any, b: Any, s: Any) -> Any:
+@overload(begin_decode, strict=False, jit_options=INLINED)
+def _begin_decode(planes: Any, b: Any) -> Any:
     run = _kernels_of(planes).begin_decode
-    return lambda planes, b, s: run(planes, b, s)
+    return lambda planes, b: run(planes, b)
 
 
-@overload(decode, strict=False)
-def _decode(planes: Any, b: Any, s: Any, header: Any, i: Any) -> Any:
+@overload(decode, strict=False, jit_options=INLINED)
+def _decode(planes: Any, b: Any, header: Any, i: Any, k: Any) -> Any:
     run = _kernels_of(planes).decode
-    return lambda planes, b, s, header, i: run(planes, b, s, header, i)
+    return lambda planes, b, header, i, k: run(planes, b, header, i, k)
 
 
-@overload(level_of, strict=False)
+@overload(level_of, strict=False, jit_options=INLINED)
 def _level_of(planes: Any, v: Any, noise: Any) -> Any:
     run = _kernels_of(planes).level_of
     return lambda planes, v, noise: run(v, noise)
 
 
-@overload(begin_encode, strict=False)
-def _begin_encode(planes: Any, b: Any, s: Any, largest: Any) -> Any:
-    run = _kernels_of(planes).begin_encode
-    return lambda planes, b, s, largest: run(planes, b, s, largest)
+@overload(encode, strict=False, inline=SPLICED)
+def _encode(planes: Any, b: Any, s: Any) -> Any:
+    return _kernels_of(planes).encode
 
 
-@overload(encode, strict=False)
-def _encode(planes: Any, b: Any, s: Any, state: Any, i: Any) -> Any:
-    run = _kernels_of(planes).encode
-    return lambda planes, b, s, state, i: run(planes, b, s, state, i)
+@overload(measure, strict=False, inline=SPLICED)
+def _measure(planes: Any, b: Any, s: Any) -> Any:
+    return _kernels_of(planes).measure
 
 
-@overload(end_encode, strict=False)
-def _end_encode(planes: Any, b: Any, s: Any, largest: Any) -> Any:
-    run = _kernels_of(planes).end_encode
-    return lambda planes, b, s, largest: run(planes, b, s, largest)
+@overload(end_encode, strict=False, inline=SPLICED)
+def _end_encode(planes: Any, b: Any, s: Any) -> Any:
+    return _kernels_of(planes).end_encode

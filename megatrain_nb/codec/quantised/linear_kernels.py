@@ -7,25 +7,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import float32 as f4
 from numpy import int32 as i4
-from numpy import uint8 as u1
 from numpy import uint16 as u2
 from numpy import uint32 as u4
 
-from megatrain_nb.codec.kernels import load, to_bits, to_float
+from megatrain_nb.codec.kernels import load, put, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
+    FACTORS_U4,
+    M_TOP,
     BlockKernels,
     Scratch,
+    begin_v,
     code_of,
     first_of,
     level_of,
-    range_of,
+    pack_kernel,
     to_largest,
+    unpack_kernel,
     v_of,
     v_of_code,
 )
 from megatrain_nb.codec.quantised.blocks import (
     COUNT,
-    HALF,
+    LANES,
     M_BITS,
     M_PATTERN,
     SMALLEST_SCALE,
@@ -46,67 +49,68 @@ def linear_kernels(codec: Linear) -> BlockKernels:
     lowest = i4((COUNT + f4(1)).view(np.int32))
     highest = i4((COUNT + f4(2 * steps + 1)).view(np.int32))
 
+    unpack, pack = unpack_kernel(bits), pack_kernel(bits)
+
     @inlined
-    def begin_decode(planes: Planes, b: int, s: Scratch) -> Any:
+    def begin_decode(planes: Planes, b: np.uintp) -> Any:
         return load(planes.scale, b), first_of(u4(planes.top[b]), x)
 
     @inlined
-    def decode(planes: Planes, b: int, s: Scratch, header: Any, i: int) -> Any:
+    def decode(planes: Planes, b: np.uintp, header: Any, i: int, k: int) -> Any:
         step, first = header
-        m_0, v_0 = u4(planes.m[b, i]), u4(planes.v[b, i])
-        if bits == 4:
-            m_1, v_1 = u4(m_0 >> u4(4)), u4(v_0 >> u4(4))
-            m_0, v_0 = u4(m_0 & u4(15)), u4(v_0 & u4(15))
-        else:
-            m_1, v_1 = u4(planes.m[b, i + HALF]), u4(planes.v[b, i + HALF])
-        return (
-            f4(f4(f4(i4(m_0)) - zero) * step),
-            f4(f4(f4(i4(m_1)) - zero) * step),
-            v_of_code(first, v_0, x),
-            v_of_code(first, v_1, x),
-        )
+        m = f4(f4(f4(i4(unpack(planes.m, b, i, k))) - zero) * step)
+        return m, v_of_code(first, unpack(planes.v, b, i, k), x)
 
     @inlined
     def level(v: np.float32, noise: np.uint32) -> np.uint32:
         return level_of(v, noise, x)
 
     @inlined
-    def begin_encode(planes: Planes, b: int, s: Scratch, largest: np.uint32) -> Any:
-        top, first, most = range_of(s, x)
-        scale = u4(to_bits(f4(to_largest(largest) / steps)) >> u4(16))
+    def m_code(s: Scratch, i: int, inverse: np.float32, noise: np.uint32) -> np.uint32:
+        part = to_float(u4(u4(noise & M_BITS) | pattern))
+        place = i4(to_bits(f4(f4(s.m[i] * inverse) + part)))
+        place = place if place > lowest else lowest
+        place = place if place < highest else highest
+        return u4(u4(u4(place) >> u4(15)) & u4(0xFF))
+
+    def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        first, most = begin_v(planes, b, s, x)
+        largest = to_largest(s.number[M_TOP])
+        scale = u4(to_bits(f4(largest / steps)) >> u4(16))
         step, inverse = to_float(u4(scale << u4(16))), f4(0)
         if step < SMALLEST_SCALE:
             scale = u4(0)
         else:
             inverse = f4(f4(1) / step)
-        planes.scale[b], planes.top[b] = u2(scale), u1(top)
-        return inverse, first, most
+        put(planes.scale, b, u2(scale))
+        for i in range(LANES):
+            at = s.hash[i]
+            m_codes = (
+                m_code(s, i, inverse, u4(at * FACTORS_U4[0])),
+                m_code(s, 16 + i, inverse, u4(at * FACTORS_U4[1])),
+                m_code(s, 32 + i, inverse, u4(at * FACTORS_U4[2])),
+                m_code(s, 48 + i, inverse, u4(at * FACTORS_U4[3])),
+                m_code(s, 64 + i, inverse, u4(at * FACTORS_U4[4])),
+                m_code(s, 80 + i, inverse, u4(at * FACTORS_U4[5])),
+                m_code(s, 96 + i, inverse, u4(at * FACTORS_U4[6])),
+                m_code(s, 112 + i, inverse, u4(at * FACTORS_U4[7])),
+            )
+            v_codes = (
+                code_of(first, s.level[i], most),
+                code_of(first, s.level[16 + i], most),
+                code_of(first, s.level[32 + i], most),
+                code_of(first, s.level[48 + i], most),
+                code_of(first, s.level[64 + i], most),
+                code_of(first, s.level[80 + i], most),
+                code_of(first, s.level[96 + i], most),
+                code_of(first, s.level[112 + i], most),
+            )
+            pack(planes.m, b, i, m_codes)
+            pack(planes.v, b, i, v_codes)
 
-    @inlined
-    def m_code(m: np.float32, inverse: np.float32, noise: np.uint32) -> np.uint32:
-        part = to_float(u4(u4(noise & M_BITS) | pattern))
-        place = i4(to_bits(f4(f4(m * inverse) + part)))
-        place = place if place > lowest else lowest
-        place = place if place < highest else highest
-        return u4(u4(u4(place) >> u4(15)) & u4(0xFF))
+    def nothing_left(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """All is written."""
 
-    @inlined
-    def encode(planes: Planes, b: int, s: Scratch, state: Any, i: int) -> np.uint32:
-        j, (inverse, first, most) = i + HALF, state
-        m_0 = m_code(s.m[i], inverse, s.noise[i])
-        m_1 = m_code(s.m[j], inverse, s.noise[j])
-        v_0 = code_of(first, s.v_code[i], most)
-        v_1 = code_of(first, s.v_code[j], most)
-        if bits == 4:
-            planes.m[b, i] = u1(m_0 | u4(m_1 << u4(4)))
-            planes.v[b, i] = u1(v_0 | u4(v_1 << u4(4)))
-        else:
-            planes.m[b, i], planes.m[b, j] = u1(m_0), u1(m_1)
-            planes.v[b, i], planes.v[b, j] = u1(v_0), u1(v_1)
-        return u4(0)
-
-    @inlined
-    def end_encode(planes: Planes, b: int, s: Scratch, largest: Any) -> None:
-        """Nothing is left."""
-
-    return BlockKernels(begin_decode, decode, level, begin_encode, encode, end_encode)
+    return BlockKernels(
+        *(begin_decode, decode, level, encode, nothing_left, nothing_left)
+    )

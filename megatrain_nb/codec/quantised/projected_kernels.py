@@ -7,26 +7,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import float32 as f4
 from numpy import int32 as i4
-from numpy import uint8 as u1
+from numpy import uint16 as u2
 from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
-from megatrain_nb.codec.kernels import to_bits, to_float
+from megatrain_nb.codec.kernels import put, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
+    FACTORS_U4,
+    M_TOP,
+    TOTAL,
     BlockKernels,
     Scratch,
+    begin_v,
     code_of,
     first_of,
+    largest_of,
     level_of,
     magnitude,
-    range_of,
+    max_of,
+    pack_kernel,
     to_largest,
+    unpack_kernel,
     v_of,
     v_of_code,
 )
 from megatrain_nb.codec.quantised.blocks import (
     COUNT,
-    HALF,
+    LANES,
     M_BITS,
     M_PATTERN,
     SMALLEST_SCALE,
@@ -35,8 +42,6 @@ from megatrain_nb.codec.quantised.projected import SLACK, UNIT
 from megatrain_nb.jit import inlined
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from megatrain_nb.codec.quantised.blocks import Planes
     from megatrain_nb.codec.quantised.projected import Projected
 
@@ -44,52 +49,10 @@ if TYPE_CHECKING:
 _ONE = u4(0x3F800000)
 
 
-@inlined
-def _unpack_2(row: NDArray[np.uint8], b: int, out: NDArray[np.uint8]) -> None:
-    for i in range(32):
-        byte = u4(row[b, i])
-        out[i] = u1(byte & u4(3))
-        out[i + 32] = u1(u4(byte >> u4(2)) & u4(3))
-        out[i + 64] = u1(u4(byte >> u4(4)) & u4(3))
-        out[i + 96] = u1(byte >> u4(6))
-
-
-@inlined
-def _unpack_high(row: NDArray[np.uint8], b: int, out: NDArray[np.uint8]) -> None:
-    """Add the third bits."""
-    for i in range(16):
-        byte = u4(row[b, 32 + i])
-        # By hand: LLVM makes no vectors of a loop over the eight.
-        out[i] = u1(out[i] | u4(u4(byte << u4(2)) & u4(4)))
-        out[i + 16] = u1(out[i + 16] | u4(u4(byte << u4(1)) & u4(4)))
-        out[i + 32] = u1(out[i + 32] | u4(byte & u4(4)))
-        out[i + 48] = u1(out[i + 48] | u4(u4(byte >> u4(1)) & u4(4)))
-        out[i + 64] = u1(out[i + 64] | u4(u4(byte >> u4(2)) & u4(4)))
-        out[i + 80] = u1(out[i + 80] | u4(u4(byte >> u4(3)) & u4(4)))
-        out[i + 96] = u1(out[i + 96] | u4(u4(byte >> u4(4)) & u4(4)))
-        out[i + 112] = u1(out[i + 112] | u4(u4(byte >> u4(5)) & u4(4)))
-
-
-@inlined
-def _pack_2(codes: NDArray[np.uint32], row: NDArray[np.uint8], b: int) -> None:
-    for i in range(32):
-        low = u4(u4(codes[i] & u4(3)) | u4(u4(codes[i + 32] & u4(3)) << u4(2)))
-        high = u4(u4(codes[i + 64] & u4(3)) | u4(u4(codes[i + 96] & u4(3)) << u4(2)))
-        row[b, i] = u1(low | u4(high << u4(4)))
-
-
-@inlined
-def _pack_high(codes: NDArray[np.uint32], row: NDArray[np.uint8], b: int) -> None:
-    for i in range(16):
-        byte = u4(0)
-        for k in range(8):
-            byte = u4(byte | u4(u4(codes[16 * k + i] >> u4(2)) << u4(k)))
-        row[b, 32 + i] = u1(byte)
-
-
 def projected_kernels(codec: Projected) -> BlockKernels:
     """Return the kernels of one codec."""
-    x, three_bits = v_of(codec), codec.bits == 3
+    x = v_of(codec)
+    unpack, pack = unpack_kernel(codec.bits), pack_kernel(codec.bits)
     doubling = u4(codec.shift - 23)
     levels, levels_f4 = i4(codec.levels), f4(codec.levels)
     unit, half_unit, cut = i4(UNIT), i4(UNIT // 2), i4(-UNIT)
@@ -100,61 +63,68 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     last = u4((COUNT + levels_f4).view(np.uint32))
 
     @inlined
-    def begin_decode(planes: Planes, b: int, s: Scratch) -> Any:
-        _unpack_2(planes.m, b, s.m_byte)
-        _unpack_2(planes.v, b, s.v_byte)
-        if three_bits:
-            _unpack_high(planes.m, b, s.m_byte)
-            _unpack_high(planes.v, b, s.v_byte)
+    def begin_decode(planes: Planes, b: np.uintp) -> Any:
         # Where the scale is 0 so are all levels: any other scale does.
         scale = u4(u4(planes.scale[b]) << u4(16))
         step = scale if scale > u4(0) else _ONE
         return step, first_of(u4(planes.top[b]), x)
 
     @inlined
-    def restore_m(code: np.uint32, v_code: np.uint32, step: np.uint32) -> np.float32:
-        level = f4(i4(i4(code) - levels))
-        octaves = u4(u4(v_code << doubling) >> u4(1))
-        # Divided by the root, a power of two, in the exponent.
-        return f4(level * to_float(u4(step - u4(octaves << u4(23)))))
+    def octaves_of(v_code: np.uint32) -> np.uint32:
+        """Return the exponent of the root of v's decay within the block."""
+        return u4(u4(v_code << doubling) >> u4(1))
 
     @inlined
-    def decode(planes: Planes, b: int, s: Scratch, header: Any, i: int) -> Any:
+    def decode(planes: Planes, b: np.uintp, header: Any, i: int, k: int) -> Any:
         step, first = header
-        v_0, v_1 = u4(s.v_byte[i]), u4(s.v_byte[i + HALF])
-        return (
-            restore_m(u4(s.m_byte[i]), v_0, step),
-            restore_m(u4(s.m_byte[i + HALF]), v_1, step),
-            v_of_code(first, v_0, x),
-            v_of_code(first, v_1, x),
-        )
+        v_code = unpack(planes.v, b, i, k)
+        level = f4(i4(i4(unpack(planes.m, b, i, k)) - levels))
+        # Divided by the root, a power of two, in the exponent.
+        root = u4(octaves_of(v_code) << u4(23))
+        return f4(level * to_float(u4(step - root))), v_of_code(first, v_code, x)
 
     @inlined
     def level(v: np.float32, noise: np.uint32) -> np.uint32:
         return level_of(v, noise, x)
 
     @inlined
-    def begin_encode(planes: Planes, b: int, s: Scratch, largest: np.uint32) -> Any:
-        top, first, most = range_of(s, x)
-        planes.top[b] = u1(top)
-        return first, most
-
-    @inlined
-    def even_out(s: Scratch, first: np.uint32, most: np.uint32, i: int) -> np.uint32:
-        """Put the code of v, and m times the root of v's decay; return its magnitude."""
-        code = code_of(first, s.v_code[i], most)
-        s.v_code[i] = code
-        octaves = u4(u4(code << doubling) >> u4(1))
-        m = f4(s.m[i] * to_float(u4(u4(octaves + u4(127)) << u4(23))))
+    def even_out(s: Scratch, i: int, first: np.uint32, most: np.uint32) -> Any:
+        """Multiply m by the root of v's decay; return the code of v, and the magnitude."""
+        code = code_of(first, s.level[i], most)
+        m = f4(s.m[i] * to_float(u4(u4(octaves_of(code) + u4(127)) << u4(23))))
         s.m[i] = m
-        return magnitude(m)
+        return code, magnitude(m)
 
-    @inlined
-    def encode(planes: Planes, b: int, s: Scratch, state: Any, i: int) -> np.uint32:
-        first, most = state
-        bits_0 = even_out(s, first, most, i)
-        bits_1 = even_out(s, first, most, i + HALF)
-        return bits_0 if bits_0 > bits_1 else bits_1
+    def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Encode v."""
+        first, most = begin_v(planes, b, s, x)
+        largest = u4(0)
+        for i in range(LANES):
+            code_0, size_0 = even_out(s, i, first, most)
+            code_1, size_1 = even_out(s, 16 + i, first, most)
+            code_2, size_2 = even_out(s, 32 + i, first, most)
+            code_3, size_3 = even_out(s, 48 + i, first, most)
+            code_4, size_4 = even_out(s, 64 + i, first, most)
+            code_5, size_5 = even_out(s, 80 + i, first, most)
+            code_6, size_6 = even_out(s, 96 + i, first, most)
+            code_7, size_7 = even_out(s, 112 + i, first, most)
+            codes = code_0, code_1, code_2, code_3, code_4, code_5, code_6, code_7
+            sizes = size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7
+            pack(planes.v, b, i, codes)
+            largest = max_of(largest, largest_of(sizes))
+        put(s.number, M_TOP, largest)
+
+    def measure(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Put the sizes and their sum."""
+        top = to_largest(s.number[M_TOP])
+        to_size = f4(f4(1) / top) if top >= SMALLEST_SCALE else f4(0)
+        total = u4(0)
+        for i in range(BLOCK):
+            size = to_bits(f4(f4(to_float(magnitude(s.m[i])) * to_size) + count))
+            size = size if size < largest_size else largest_size
+            put(s.size, i, to_float(size))
+            total = u4(total + u4(size - zero_size))
+        put(s.number, TOTAL, total)
 
     @inlined
     def is_exact(s: Scratch) -> bool:
@@ -167,49 +137,57 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         return True
 
     @inlined
-    def encode_m(s: Scratch, top: np.float32) -> np.uint16:
-        """Put the codes of m; return the scale."""
-        to_size = f4(f4(1) / top) if top >= SMALLEST_SCALE else f4(0)
-        total = i4(0)
-        for i in range(BLOCK):
-            size = to_bits(f4(f4(to_float(magnitude(s.m[i])) * to_size) + count))
-            size = size if size < largest_size else largest_size
-            s.size[i] = to_float(size)
-            total = i4(total + i4(u4(size - zero_size)))
-        mean = f4(f4(total) * mean_step)
-        per_step = f4(f4(1) / (mean if mean > mean_step else mean_step))
-        per_step, spread, base = max(per_step, levels_f4), width, least
-        if is_exact(s):
-            per_step, spread, base = levels_f4, f4(0), half
-        base = f4(base - f4(count * per_step))
-        along, square = i4(0), i4(0)
-        for i in range(BLOCK):
-            part = f4(
-                f4(to_float(u4(u4(s.noise[i] & M_BITS) | M_PATTERN)) * spread) + base
-            )
-            place = to_bits(f4(f4(s.size[i] * per_step) + part))
-            place = place if place < last else last
-            code = i4(u4(u4(place >> u4(15)) & u4(3)))
-            along = i4(along + i4(code * i4(u4(to_bits(s.size[i]) - zero_size))))
-            square = i4(square + i4(code * code))
-            signed = i4(levels - code) if s.m[i] < 0 else i4(levels + code)
-            s.m_code[i] = u4(signed)
-        square = square if square > i4(1) else i4(1)
-        share = f4(f4(along) / f4(i4(square * unit)))
-        scale = f4(f4(top * share) * SLACK)
-        if scale < SMALLEST_SCALE:
-            for i in range(BLOCK):
-                s.m_code[i] = u4(levels)
-            return np.uint16(0)
-        return np.uint16(to_bits(scale) >> u4(16))
+    def m_code(
+        s: Scratch, i: int, noise: np.uint32, per_step: Any, spread: Any, least: Any
+    ) -> tuple[np.uint32, np.int32, np.int32]:
+        """Return the code of m, its level times the size, and the level's square."""
+        part = f4(f4(to_float(u4(u4(noise & M_BITS) | M_PATTERN)) * spread) + least)
+        place = to_bits(f4(f4(s.size[i] * per_step) + part))
+        place = place if place < last else last
+        far = i4(u4(u4(place >> u4(15)) & u4(3)))
+        along = i4(far * i4(u4(to_bits(s.size[i]) - zero_size)))
+        code = u4(i4(levels - far)) if s.m[i] < 0 else u4(i4(levels + far))
+        return code, along, i4(far * far)
 
     @inlined
-    def end_encode(planes: Planes, b: int, s: Scratch, largest: np.uint32) -> None:
-        planes.scale[b] = encode_m(s, to_largest(largest))
-        _pack_2(s.m_code, planes.m, b)
-        _pack_2(s.v_code, planes.v, b)
-        if three_bits:
-            _pack_high(s.m_code, planes.m, b)
-            _pack_high(s.v_code, planes.v, b)
+    def sum_of(values: Any) -> Any:
+        a, b, c, d, e, f, g, h = values
+        left, right = i4(i4(a + b) + i4(c + d)), i4(i4(e + f) + i4(g + h))
+        return i4(left + right)
 
-    return BlockKernels(begin_decode, decode, level, begin_encode, encode, end_encode)
+    def end_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Encode m."""
+        mean = f4(f4(i4(s.number[TOTAL])) * mean_step)
+        per = f4(f4(1) / (mean if mean > mean_step else mean_step))
+        per, spread, base = max(per, levels_f4), width, least
+        if is_exact(s):
+            per, spread, base = levels_f4, f4(0), half
+        base = f4(base - f4(count * per))
+        along, square = i4(0), i4(0)
+        for i in range(LANES):
+            at = s.hash[i]
+            c_0, a_0, q_0 = m_code(s, i, u4(at * FACTORS_U4[0]), per, spread, base)
+            c_1, a_1, q_1 = m_code(s, 16 + i, u4(at * FACTORS_U4[1]), per, spread, base)
+            c_2, a_2, q_2 = m_code(s, 32 + i, u4(at * FACTORS_U4[2]), per, spread, base)
+            c_3, a_3, q_3 = m_code(s, 48 + i, u4(at * FACTORS_U4[3]), per, spread, base)
+            c_4, a_4, q_4 = m_code(s, 64 + i, u4(at * FACTORS_U4[4]), per, spread, base)
+            c_5, a_5, q_5 = m_code(s, 80 + i, u4(at * FACTORS_U4[5]), per, spread, base)
+            c_6, a_6, q_6 = m_code(s, 96 + i, u4(at * FACTORS_U4[6]), per, spread, base)
+            c_7, a_7, q_7 = m_code(
+                s, 112 + i, u4(at * FACTORS_U4[7]), per, spread, base
+            )
+            pack(planes.m, b, i, (c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7))
+            along = i4(along + sum_of((a_0, a_1, a_2, a_3, a_4, a_5, a_6, a_7)))
+            square = i4(square + sum_of((q_0, q_1, q_2, q_3, q_4, q_5, q_6, q_7)))
+        square = square if square > i4(1) else i4(1)
+        share = f4(f4(along) / f4(i4(square * unit)))
+        scale = f4(f4(to_largest(s.number[M_TOP]) * share) * SLACK)
+        if scale < SMALLEST_SCALE:
+            zero = u4(levels)
+            for i in range(LANES):
+                pack(planes.m, b, i, (zero, zero, zero, zero, zero, zero, zero, zero))
+            put(planes.scale, b, u2(0))
+        else:
+            put(planes.scale, b, u2(to_bits(scale) >> u4(16)))
+
+    return BlockKernels(begin_decode, decode, level, encode, measure, end_encode)
