@@ -35,8 +35,15 @@ if TYPE_CHECKING:
 
 _COLUMNS = 200
 _HEAD = "font-size:11px;letter-spacing:.03em;opacity:.72;margin:12px 0 4px"
-_STAYS = {3: "#3b8fd4", 2: "#7fb2e0", 1: "#c3a25a", 0: "rgba(128,128,128,.35)"}
+_STAYS = {
+    4: "#1fa37a",
+    3: "#3b8fd4",
+    2: "#7fb2e0",
+    1: "#c3a25a",
+    0: "rgba(128,128,128,.35)",
+}
 _STAYS_TEXT = {
+    4: "lives on the device, AdamW included",
     3: "weights, gradients and moments stay in RAM",
     2: "weights and gradients stay",
     1: "weights stay",
@@ -72,6 +79,8 @@ def strip_html(plan: Plan) -> str:
         level = sum(
             packs <= each for each in (stays.weights, stays.grads, stays.states)
         )
+        if packs <= plan.tail:
+            level = 4
         seen[level] = _STAYS_TEXT[level]
         kept = ", keeps its activations" if block.index in plan.kept else ""
         size = spec.block_bytes(block.index)

@@ -32,6 +32,8 @@ class Choices:
         What is packed on the disk, bit for bit: ``weights``, ``moments``.
     max_ram_bytes, max_vram_bytes, max_disk_bytes
         Budgets; None for what the machine has.
+    max_tail_bytes
+        Gradients and moments may take this much of a device's memory; None for all there is room for.
     trainable
         Parts of names; a parameter is trained whose name has one of them. Empty for all.
     """
@@ -43,6 +45,7 @@ class Choices:
     max_ram_bytes: int | None = None
     max_vram_bytes: int | None = None
     max_disk_bytes: int | None = None
+    max_tail_bytes: int | None = None
     trainable: tuple[str, ...] = ()
 
     def limit_bytes(self, tier: str, machine: Machine) -> int:

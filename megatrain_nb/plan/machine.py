@@ -38,8 +38,8 @@ class Machine:
     ----------
     name, device
         Of the machine, and of what computes; ``device`` is ``"cpu"`` where there is no accelerator.
-    vram_bytes
-        The accelerator's memory; 0 where blocks compute in RAM.
+    vram_bytes, vram_bytes_per_s
+        The accelerator's memory, and how fast it is read and written together; 0 where blocks compute in RAM.
     ram_bytes, disk_bytes
         What a session may take without a limit of its own.
     pin_bytes
@@ -48,8 +48,8 @@ class Machine:
         RAM that Python, torch and transformers take before there is a model.
     fp32_rates, bf16_rates
         Matrix products: (rows, operations per second), rising in rows. Few rows use the units badly.
-    memory_bytes_per_s
-        Host memory, read and written together.
+    memory_bytes_per_s, fresh_bytes_per_s
+        Host memory, read and written together; and how fast the system gives memory that was not in use.
     onload_bytes_per_s, offload_bytes_per_s, pageable_bytes_per_s
         The link to the device and back from page-locked memory, and from ordinary memory; 0 without a device.
     read_bytes_per_s, write_bytes_per_s, mixed_bytes_per_s
@@ -69,6 +69,7 @@ class Machine:
     name: str
     device: str = "cpu"
     vram_bytes: int = 0
+    vram_bytes_per_s: float = 0.0
     ram_bytes: int
     disk_bytes: int
     pin_bytes: int = 0
@@ -77,6 +78,7 @@ class Machine:
     fp32_rates: Rates
     bf16_rates: Rates
     memory_bytes_per_s: float
+    fresh_bytes_per_s: float = 5e9
     onload_bytes_per_s: float = 0.0
     offload_bytes_per_s: float = 0.0
     pageable_bytes_per_s: float = 0.0
@@ -144,6 +146,13 @@ class Machine:
             for param in pack.params
         )
 
+    def device_update_seconds(self, pack: PackSpec) -> float:
+        """Return how long the update of a pack takes that lives on the device."""
+        each = _SPLIT_UPDATE_BYTES if pack.split else _UPDATE_BYTES
+        return (
+            pack.numel * each / self.vram_bytes_per_s if self.vram_bytes_per_s else 0.0
+        )
+
     def changed(self, **changes: Any) -> Self:
         """Return this machine with other figures; they are no longer assumed.
 
@@ -198,6 +207,11 @@ class Machine:
                 "memory_bytes_per_s",
             ),
             (
+                "memory from the system",
+                f"{self.fresh_bytes_per_s / 1e9:.3g} {gb}",
+                "fresh_bytes_per_s",
+            ),
+            (
                 "disk, read",
                 f"{self.read_bytes_per_s / 1e9:.3g} {gb}",
                 "read_bytes_per_s",
@@ -238,6 +252,11 @@ class Machine:
         if not self.in_place:
             lines += [
                 ("device memory", format_bytes(self.vram_bytes), "vram_bytes"),
+                (
+                    "device memory, read and written",
+                    f"{self.vram_bytes_per_s / 1e9:.3g} {gb}",
+                    "vram_bytes_per_s",
+                ),
                 (
                     "link to the device",
                     f"{self.onload_bytes_per_s / 1e9:.3g} {gb}, from ordinary memory "
@@ -287,6 +306,7 @@ _TOLD = {"name", "assumed"}  # what is no figure
 _NOMINAL = {
     "device": "cpu",
     "vram_gb": 0.0,
+    "vram_gb_per_s": 500.0,
     "ram_gb": 64.0,
     "disk_gb": 1000.0,
     "cores": 8,
@@ -309,13 +329,13 @@ def nominal(name: str, figures: Mapping[str, Any]) -> Machine:
         Of the machine.
     figures
         ``device``, ``cores``, ``vram_gb``, ``ram_gb``, ``disk_gb`` (GB), ``fp32_tflops``, ``bf16_tflops`` (dense, as
-        published), ``memory_gb_per_s`` (host), ``link_gb_per_s`` (each way), ``disk_read_gb_per_s``,
-        ``disk_write_gb_per_s``, ``endurance_tb``. What is left out is that of a middling desktop.
+        published), ``vram_gb_per_s`` (the device's memory), ``memory_gb_per_s`` (host), ``link_gb_per_s`` (each way),
+        ``disk_read_gb_per_s``, ``disk_write_gb_per_s``, ``endurance_tb``. What is left out is that of a middling desktop.
 
     Raises
     ------
     ArgumentError
-        An unknown name, or not a number above 0 (``vram_gb`` and ``link_gb_per_s`` may be 0).
+        An unknown name, or not a number above 0 (``vram_gb``, ``link_gb_per_s`` and ``endurance_tb`` may be 0).
 
     Notes
     -----
@@ -352,6 +372,7 @@ def nominal(name: str, figures: Mapping[str, Any]) -> Machine:
         name=name,
         device=str(found["device"]),
         vram_bytes=round(found["vram_gb"] * 1e9),
+        vram_bytes_per_s=found["vram_gb_per_s"] * 1e9 if found["vram_gb"] else 0.0,
         ram_bytes=round(found["ram_gb"] * 0.8e9),  # a fifth is the system's
         disk_bytes=round(found["disk_gb"] * 1e9),
         pin_bytes=round(found["ram_gb"] * 0.4e9),

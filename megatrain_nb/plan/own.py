@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.shape import Shape
 
 # What torch takes beside the tensors: buffers of the matrix library, threads, holes in the heap. Measured on small
-# models (docs/forecast.md); more where it computes in bf16, whose operations make fp32 copies.
-_TORCH_BYTES, _TORCH_BF16_BYTES = 80_000_000, 90_000_000
+# models (docs/forecast.md); less where it computes in bf16.
+_TORCH_BYTES, _TORCH_BF16_BYTES = 80_000_000, 70_000_000
 
 # Runs of the same model differ by so much; a session sets aside what it has seen, a plan names the most.
-SPREAD_BYTES = 48_000_000
+SPREAD_BYTES = 64_000_000
 
 # Freed memory between tensors that are kept waits in the heap: half of them, where they are small and few; of more
 # and larger ones the system takes it back (`megatrain_nb.runtime.heap`). Measured, as above.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.activation import border_bytes, largest_kept_bytes
 from megatrain_nb.plan.choices import spec_of
+from megatrain_nb.plan.device import tail_bytes
 from megatrain_nb.plan.logits import whole_logits_bytes
 from megatrain_nb.plan.own import ROUNDING_BYTES
 from megatrain_nb.plan.simulate import Simulation
@@ -16,15 +17,13 @@ from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.plan.work import ModelWork, total_s
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from megatrain_nb.plan.choices import Choices
     from megatrain_nb.plan.logits import Chunking
     from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.memory import Residency
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.plan.shape import Shape
-    from megatrain_nb.plan.simulate import BlockTimes, Simulated
+    from megatrain_nb.plan.simulate import Simulated
     from megatrain_nb.plan.timeline import Span
 
 
@@ -45,7 +44,7 @@ class Plan:
     shape, machine, choices
         What it is a plan of.
     residency
-        Which packs stay in RAM, as the runtime decides it.
+        Which packs stay in RAM, and which live on a device, as the runtime decides it.
     kept
         Blocks that keep their activations from forward to backward.
     stay
@@ -114,8 +113,30 @@ class Plan:
     @cached_property
     def least_seconds(self) -> dict[str, float]:
         """By resource (``compute``, ``disk``, ``link``, ``memory``) the least time that a step takes there."""
-        times = self.work.times(self.kept)
-        return _least(self.machine, times, self.simulated, self.spec, self.trained)
+        machine, spec, here = self.machine, self.spec, self.trained - self.tail
+        compute = total_s(self.work.times(self.kept))
+        for pack in self.trained & self.tail:
+            compute += machine.device_update_seconds(spec.packs[pack])
+        return _least(machine, compute, self.simulated, spec, here)
+
+    @property
+    def tail(self) -> frozenset[int]:
+        """Packs that live on a device: gradients, moments and AdamW as well."""
+        return self.residency.elsewhere
+
+    @property
+    def tail_bytes(self) -> int:
+        """What lives on the device of those, in bytes: weights, gradients and moments."""
+        weights = sum(self.spec.packs[pack].weight_bytes for pack in self.tail)
+        return weights + tail_bytes(self.spec, self.tail)
+
+    @cached_property
+    def tail_saves(self) -> dict[str, int]:
+        """Bytes that a step moves less than if no pack lived on the device; ways as in `moved_bytes`."""
+        if not self.tail:
+            return {}
+        now, without = self.moved_bytes, self.changed(max_tail_bytes=0).moved_bytes
+        return {way: without[way] - num_bytes for way, num_bytes in now.items()}
 
     @property
     def fits(self) -> bool:
@@ -274,13 +295,12 @@ class Plan:
 
 def _least(
     machine: Machine,
-    times: Sequence[BlockTimes],
+    compute: float,
     done: Simulated,
     spec: ModelSpec,
-    trained: frozenset[int],
+    updated: frozenset[int],
 ) -> dict[str, float]:
-    """Return the least seconds by resource: each alone, without a pause."""
-    compute = total_s(times)
+    """Return the least seconds by resource: each alone, without a pause; ``updated`` are the packs of the host's AdamW."""
     update = done.busy_s["update"]
     found = {"compute": compute + update if machine.in_place else compute}
     if done.read_bytes or done.written_bytes:
@@ -293,11 +313,11 @@ def _least(
             done.onload_bytes / machine.onload_bytes_per_s,
             done.offload_bytes / machine.offload_bytes_per_s,
         )
-        updated = sum(
+        passed = sum(
             2 * spec.packs[p].weight_bytes
             + spec.packs[p].grad_bytes
             + 2 * spec.packs[p].states_bytes
-            for p in trained
+            for p in updated
         )
         moved = (
             done.read_bytes
@@ -305,5 +325,5 @@ def _least(
             + done.onload_bytes
             + done.offload_bytes
         )
-        found["memory"] = max(update, (updated + moved) / machine.memory_bytes_per_s)
+        found["memory"] = max(update, (passed + moved) / machine.memory_bytes_per_s)
     return found

@@ -22,6 +22,7 @@ COLOURS = {
     "buffers for what streams": "#56b4e9",
     "slots for weights and gradients": "#56b4e9",
     "inputs of the blocks": "#cc79a7",
+    "gradients and moments that live there": "#e69f00",
     "one block's activations": "#d55e00",
     "activations": "#d55e00",
     "activations that are kept": "#a0522d",
@@ -100,6 +101,8 @@ def rows(plan: Plan, *, advice: bool = True) -> list[tuple[str, str]]:
                 + (f": {parts}" if parts else ""),
             )
         )
+    if plan.tail:
+        found.append(("on the device", tail_text(plan, saves=advice)))
     found += _time_rows(plan)
     if advice:
         found += [("to do", text) for text in plan.advice]
@@ -152,6 +155,19 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
         ("all in one memory", f"{format_bytes(total)} conventionally: {parts}")
     )
     return found
+
+
+def tail_text(plan: Plan, *, saves: bool) -> str:
+    """Return which blocks live on the device; with ``saves``, which makes another plan, what that saves."""
+    blocks = plan.spec.blocks
+    there = [block for block in blocks if plan.tail.issuperset(block.packs)]
+    text = (
+        f"{len(there)} of {len(blocks)} blocks live there, the last ones first: {format_bytes(plan.tail_bytes)} of "
+        "weights, gradients and moments; AdamW runs there"
+    )
+    less = {way: size for way, size in plan.tail_saves.items() if size} if saves else {}
+    listed = ", ".join(f"{way} {format_bytes(size)}" for way, size in less.items())
+    return f"{text}. A step moves less for it: {listed}" if listed else text
 
 
 def needs_text(plan: Plan) -> str:

@@ -10,6 +10,23 @@ _KEPT_SHARE = 0.8
 GRAIN_BYTES = 64 << 10
 
 
+# What glibc maps by itself in a session: a hundredth of the budget, within what glibc takes.
+_LARGE_SHARE = 0.01
+_LEAST_LARGE_BYTES, _MOST_LARGE_BYTES = 16 << 20, 32 << 20
+
+
+def large_bytes(budget_bytes: int) -> int:
+    """Return the size from which memory goes back to the system as soon as it is freed, and comes back empty.
+
+    Examples
+    --------
+    >>> large_bytes(10**9) >> 20, large_bytes(10**11) >> 20
+    (16, 32)
+    """
+    size = max(round(_LARGE_SHARE * budget_bytes), _LEAST_LARGE_BYTES)
+    return min(size, _MOST_LARGE_BYTES)
+
+
 def first_guess(budget_bytes: int) -> int:
     """Return what is set aside before anything was measured, in bytes.
 

@@ -87,7 +87,7 @@ class Simulation:
     Parameters
     ----------
     spec, residency
-        The model, and what stays in RAM.
+        The model, what stays in RAM, and what lives on a device.
     order
         Block indices in the order in which forward passes them.
     times
@@ -119,6 +119,7 @@ class Simulation:
         self._order = list(order)
         self._times = times
         self._machine = machine
+        self._elsewhere = residency.elsewhere
         self._trained = trained
         self._stay = stay
         self._on_disk = on_disk
@@ -174,7 +175,11 @@ class Simulation:
         self._now = max(self._now, self._device)
         if not self._machine.in_place:
             self._state.on_device.clear()  # the device's copies are old now
-        self._state.due = set(self._trained)
+        self._state.due = set(self._trained - self._elsewhere)
+        for pack in sorted(self._trained & self._elsewhere):
+            spec, start = self._spec.packs[pack], self._device
+            self._device += self._machine.device_update_seconds(spec)
+            self._note("STEP", spec.name, start, self._device, lane="compute")
 
     def _pass(self, order: Sequence[int], kind: Kind, *, soon: frozenset[int]) -> None:
         blocks = self._spec.blocks
@@ -195,7 +200,9 @@ class Simulation:
                 self._free((p for p in packs if p not in needed), keep)
 
     def _read(self, packs: Iterable[int]) -> None:
-        for pack in packs:
+        for pack in self._here(packs):
+            if pack in self._state.on_device:
+                continue  # up to date
             if pack not in self._state.loaded:
                 self._fetch(pack)
             if pack in self._state.due:
@@ -219,13 +226,14 @@ class Simulation:
         block = self._spec.blocks[action.block]
         backward = turning or action.kind is Kind.BACKWARD
         early = action.block in self._order[:NUM_FIRST]
-        for pack in block.packs:
+        packs = self._here(block.packs)
+        for pack in packs:
             self._load(pack)
         if action.kind is Kind.BACKWARD and early:
-            for pack in block.packs:  # a step follows, and the next forward
+            for pack in packs:  # a step follows, and the next forward
                 self._read_for_update(pack, grads=False)
         if backward:
-            self._need_gradients(block.packs)
+            self._need_gradients(packs)
         times = self._times[action.block]
         forward = action.kind is Kind.FORWARD
         seconds = times.forward_s if forward else times.again_s
@@ -239,11 +247,13 @@ class Simulation:
         self._now = self._device if self._machine.in_place else start
         self._note(str(action.kind), block.name, start, self._device, lane="compute")
         if backward:
-            self._take_gradients(block.packs, last=early)
+            self._take_gradients(packs, last=early)
 
     def _load(self, pack: int) -> None:
         """Let a pack's weights be there, and new."""
         state, spec = self._state, self._spec.packs[pack]
+        if pack in state.on_device:
+            return
         if pack not in state.loaded:
             self._fetch(pack)
         if (job := state.reading.pop(pack, None)) is not None:
@@ -260,7 +270,7 @@ class Simulation:
             state.dirty.add(pack)
             if pack not in self._residency.states:
                 self._put("states", pack)
-        if not self._machine.in_place and pack not in state.on_device:
+        if not self._machine.in_place:
             state.on_device.add(pack)
             self._onload = self._link(
                 "ONLOAD",
@@ -316,6 +326,10 @@ class Simulation:
 
     def _packs(self, blocks: Iterable[int]) -> frozenset[int]:
         return frozenset(self._spec.pack_indices(blocks))
+
+    def _here(self, packs: Iterable[int]) -> list[int]:
+        """Return those that do not live on the device."""
+        return [pack for pack in packs if pack not in self._elsewhere]
 
     def _wait(self, job: Job) -> None:
         self._wait_until(self._disk.finish(job), job.what.name)

@@ -60,10 +60,13 @@ def step_traffic(
     first = set(spec.pack_indices(order[:NUM_FIRST]))
     last = set(spec.pack_indices(order[-1 - NUM_FIRST :]))
     every = set(spec.pack_indices(order)) - residency.elsewhere
-    again = _loads(spec, list(order)[-2::-1], Kind.BACKWARD, loaded=last)
+    # Backward computes with what stayed on the device, so that RAM need not have it when the next forward begins.
+    stay |= residency.elsewhere
     loads = [
-        *_loads(spec, order, Kind.FORWARD, loaded=first),
-        *(pack for pack in again if pack not in stay),
+        *_loads(spec, order, Kind.FORWARD, loaded=first - stay, stay=stay),
+        *_loads(
+            spec, list(order)[-2::-1], Kind.BACKWARD, loaded=last | stay, stay=stay
+        ),
     ]
     loads = [pack for pack in loads if pack not in residency.elsewhere]
     early = early_gradients(spec, residency, order)
@@ -78,6 +81,50 @@ def step_traffic(
         _sum_bytes(on_disk, written),
         _sum_seconds(on_disk.unpack_seconds, read)
         + _sum_seconds(on_disk.pack_seconds, written),
+    )
+
+
+def link_traffic(
+    spec: ModelSpec,
+    order: Sequence[int],
+    *,
+    stay: frozenset[int] = frozenset(),
+    elsewhere: frozenset[int] = frozenset(),
+    trained: frozenset[int] | None = None,
+) -> tuple[int, int]:
+    """Return the bytes that a step copies to a device with memory of its own, and back.
+
+    Parameters
+    ----------
+    spec, order
+        As for `step_traffic`.
+    stay
+        Packs whose weights stay on the device from forward to backward.
+    elsewhere
+        Packs that live on the device.
+    trained
+        Packs that are trained; left out, all of them.
+    """
+    there = set(elsewhere)
+    copied: list[int] = []
+    for blocks, kind in ((order, Kind.FORWARD), (order[-2::-1], Kind.BACKWARD)):
+        ahead: list[int] = []
+        for action in make_schedule(spec, blocks, kind):
+            packs = spec.blocks[action.block].packs
+            if action.kind is Kind.READ:
+                ahead.append(action.block)
+            elif action.kind is kind:
+                ahead.remove(action.block)
+                copied += [pack for pack in packs if pack not in there]
+                there.update(packs)
+            else:
+                needed = spec.pack_indices(ahead)
+                there -= set(packs) - stay - elsewhere - set(needed)
+    every = set(spec.pack_indices(order)) - elsewhere
+    back = every if trained is None else every & trained
+    return (
+        sum(spec.packs[pack].weight_bytes for pack in copied),
+        sum(spec.packs[pack].grad_bytes for pack in back),
     )
 
 
@@ -133,9 +180,14 @@ def _sum_seconds(
 
 
 def _loads(
-    spec: ModelSpec, order: Sequence[int], kind: Kind, *, loaded: set[int]
+    spec: ModelSpec,
+    order: Sequence[int],
+    kind: Kind,
+    *,
+    loaded: set[int],
+    stay: frozenset[int],
 ) -> list[int]:
-    """Return the packs that a pass reads, in order; those in ``loaded`` are there already."""
+    """Return the packs that a pass reads, in order; those in ``loaded`` are there already, those in ``stay`` stay."""
     loaded = set(loaded)
     reads: list[int] = []
     ahead: list[int] = []
@@ -148,5 +200,5 @@ def _loads(
         elif action.kind is kind:
             ahead.remove(action.block)
         else:
-            loaded -= set(packs) - set(spec.pack_indices(ahead))
+            loaded -= set(packs) - set(spec.pack_indices(ahead)) - stay
     return reads

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.activation import block_work
+from megatrain_nb.plan.reserve import large_bytes
 from megatrain_nb.plan.simulate import BlockTimes
 
 if TYPE_CHECKING:
@@ -77,7 +79,24 @@ class ModelWork:
             landed = numel * (16 * count + 4 * (count - 1) + 4) / count
             backward += 2 * rest + landed / machine.memory_bytes_per_s
             backward += _BACKWARD_CALL_S
+            logits, gradients = self._fresh_bytes(part)
+            forward += logits / machine.fresh_bytes_per_s
+            backward += (logits + gradients) / machine.fresh_bytes_per_s
         return forward * count, backward * count
+
+    def _fresh_bytes(self, part: Part) -> tuple[int, int]:
+        """Return the bytes of large tensors, which the system gives anew: of logits in each way, and of gradients."""
+        dims, choices = self._shape.dims, self._choices
+        large = large_bytes(choices.max_ram_bytes or self._machine.ram_bytes)
+        sizes = [math.prod(size) for _, size in part.params]
+        logits = 0
+        if part.kind == "head":
+            sizes += [dims.vocabulary * dims.hidden] if not sizes else []
+            logits = choices.window.rows * dims.vocabulary * 4
+        width = 2 if choices.bf16 else 4
+        gradients = [width * size for size in sizes if width * size >= large]
+        # Two of the four copies in cross-entropy are made in its forward.
+        return 2 * logits if logits >= large else 0, sum(gradients)
 
 
 def total_s(times: Iterable[BlockTimes]) -> float:

@@ -42,11 +42,35 @@ class Foreseen(NamedTuple):
 
 
 class Foresight:
-    """Looks at what a model is called with, and tells what a larger window than any before will take."""
+    """Looks at what a model is called with, and tells what a larger window than any before will take.
+
+    Attributes
+    ----------
+    window
+        The last one that was looked at; of a plain loop, one micro-batch.
+    """
 
     def __init__(self) -> None:
+        self.window: Window | None = None
         self._shape: Shape | None = None
         self._most = 0
+
+    def note(
+        self, given: tuple[tuple[Any, ...], Mapping[str, Any]], accumulation: int
+    ) -> Window | None:
+        """Return the window of such a call, and remember it; None if nobody knows its size."""
+        size = _rows_and_length((*given[1].values(), *given[0]))
+        if size is None:
+            return None
+        batch, seq_len = size
+        self.window = Window(batch=batch, seq_len=seq_len, accumulation=accumulation)
+        return self.window
+
+    def shape(self, model: nn.Module, layers: Layers) -> Shape:
+        """Return the model's shape."""
+        if self._shape is None:
+            self._shape = shape_from(model, layers)
+        return self._shape
 
     def look(
         self,
@@ -70,18 +94,15 @@ class Foresight:
         room_bytes
             What the budget leaves beside what streams.
         """
-        size = _rows_and_length((*given[1].values(), *given[0]))
-        if size is None or size[0] * size[1] * accumulation <= self._most:
+        window = self.note(given, accumulation)
+        if window is None or window.tokens <= self._most:
             return None
-        batch, seq_len = size
-        self._most = batch * seq_len * accumulation
-        if self._shape is None:
-            self._shape = shape_from(model, layers)
-        window = Window(batch=batch, seq_len=seq_len, accumulation=accumulation)
+        self._most = window.tokens
+        shape = self.shape(model, layers)
         bf16 = any(pack.split for pack in layers.spec.packs)
         choices = Choices(window=window, bf16=bf16)
-        own = own_tensors(self._shape, choices, room_bytes=room_bytes, in_place=True)
-        kept = with_margin(sum(kept_by_block(self._shape, choices).values()))
+        own = own_tensors(shape, choices, room_bytes=room_bytes, in_place=True)
+        kept = with_margin(sum(kept_by_block(shape, choices).values()))
         return Foreseen(set_aside(own), kept, holes_bytes(kept))
 
 

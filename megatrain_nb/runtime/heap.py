@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import sys
 
+from megatrain_nb.plan.reserve import large_bytes
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LEAST_BYTES, _MOST_BYTES = 16 << 20, 32 << 20  # glibc takes no more
-_SHARE = 0.01
 
 
 def return_freed_memory(max_ram_bytes: int) -> bool:
@@ -16,7 +16,7 @@ def return_freed_memory(max_ram_bytes: int) -> bool:
     Parameters
     ----------
     max_ram_bytes
-        The budget: what is large is a hundredth of it, 16 to 32 MiB; as much may be free at the heap's end.
+        The budget; it says what is large (`large_bytes`), and as much may be free at the heap's end.
 
     Notes
     -----
@@ -27,7 +27,7 @@ def return_freed_memory(max_ram_bytes: int) -> bool:
     """
     if not sys.platform.startswith("linux"):
         return False
-    large = min(max(round(_SHARE * max_ram_bytes), _LEAST_BYTES), _MOST_BYTES)
+    large = large_bytes(max_ram_bytes)
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # another C library

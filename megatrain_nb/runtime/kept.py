@@ -349,6 +349,11 @@ class Keeping:
         """What keeping every call of a window would take, as far as it is known."""
         return sum((self._num_bytes | self._seen).values())
 
+    @property
+    def chosen(self) -> frozenset[int]:
+        """The blocks whose calls should keep their activations."""
+        return self._chosen
+
     def choose(self, order: Sequence[int]) -> None:
         """Choose anew, at the start of a forward that passes the blocks of ``order``."""
         self._num_bytes.update(self._seen)

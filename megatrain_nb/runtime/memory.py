@@ -27,6 +27,7 @@ from megatrain_nb.plan.reserve import (
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.foresee import Foresight
+from megatrain_nb.runtime.inforce import forecast_of
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class ModelMemory:
         The plan in force.
     reserved_bytes
         RAM that is set aside for the model's own tensors, in bytes.
+    foresight
+        Looks at what the model is called with.
     """
 
     def __init__(self, offloaded: OffloadedModel) -> None:
@@ -55,8 +58,8 @@ class ModelMemory:
         self._offloaded = offloaded
         self._session = offloaded.session
         self._keep_wanted = self._keep_beside = self._spread_bytes = 0
-        self._foresight = Foresight()
-        self._keep_first = False
+        self.foresight = Foresight()
+        self._keep_first = self._keep_by_plan = False
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
 
@@ -201,18 +204,24 @@ class ModelMemory:
         accumulation
             Micro-batches of the window.
         """
+        given = args, kwargs
         if not self.plans_by_shape:
+            self.foresight.note(given, accumulation)
             return
-        found = self._foresight.look(
+        found = self.foresight.look(
             self._offloaded.model,
             self._offloaded.layers,
-            (args, kwargs),
+            given,
             accumulation=accumulation,
             room_bytes=self._room,
         )
         if found is None or found.reserved > self._room:
             return  # without room everything streams, whatever is set aside
         if found.reserved > self.reserved_bytes or self._spread_bytes == 0:
+            plan = forecast_of(self._offloaded)
+            if plan is not None:
+                self._keep_first = plan.residency.keep_bytes > 0
+                self._keep_by_plan = True
             self.reserved_bytes, kept, beside = found
             self._keep_wanted = max(self._keep_wanted, kept)
             self._keep_beside = max(self._keep_beside, beside)
@@ -230,9 +239,13 @@ class ModelMemory:
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
         keeping = self._offloaded.executor.keeping
-        first = prefers_kept(self._least_seconds, now=self._keep_first)
+        first = self._keep_first
+        if not self._keep_by_plan:
+            first = prefers_kept(self._least_seconds, now=first)
         peak = self._session.other_peak_bytes()
         measured = with_margin(peak)
+        if peak <= self.reserved_bytes:  # it holds that, if without a margin
+            measured = min(measured, self.reserved_bytes)
         in_ram = not self._offloaded.share.holds_activations
         kept = keeping.restart_peak() if in_ram else 0
         changed = first != self._keep_first

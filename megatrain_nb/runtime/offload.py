@@ -284,6 +284,8 @@ class OffloadedModel:
             self.steps.begin()
             if self.executor.window is not None:
                 self.memory.foresee(args, kwargs, self.executor.window.num_batches)
+            else:
+                self.memory.foresight.note((args, kwargs), accumulation=1)
 
     def _after_forward(
         self, model: nn.Module, _: Any, kwargs: dict[str, Any], outputs: Any

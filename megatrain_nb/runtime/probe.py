@@ -147,7 +147,13 @@ def _memory() -> dict[str, object]:
     source = torch.zeros(32 << 20)
     target = torch.empty_like(source).fill_(1.0)
     seconds = _median_s(lambda: target.copy_(source), torch.device("cpu"))
-    return {"memory_bytes_per_s": 2 * source.nbytes / seconds}
+    cpu = torch.device("cpu")
+    again = _median_s(lambda: target.fill_(1.0), cpu)
+    fresh = _median_s(lambda: torch.empty_like(source).fill_(1.0), cpu)
+    return {
+        "memory_bytes_per_s": 2 * source.nbytes / seconds,
+        "fresh_bytes_per_s": source.nbytes / max(fresh - again, 1e-6),
+    }
 
 
 def _updates() -> dict[str, object]:
@@ -205,7 +211,10 @@ def _link(device: torch.device) -> dict[str, object]:
     def rate(source: torch.Tensor, target: torch.Tensor) -> float:
         return source.nbytes / _median_s(lambda: target.copy_(source), device)
 
+    # Large enough not to fit into the device's cache.
+    large = torch.zeros(512 << 20, dtype=torch.uint8, device=device)
     return {
+        "vram_bytes_per_s": 2 * rate(large, torch.empty_like(large)),
         "vram_bytes": torch.cuda.get_device_properties(device).total_memory,
         "onload_bytes_per_s": rate(pinned, on_device),
         "offload_bytes_per_s": rate(on_device, pinned),

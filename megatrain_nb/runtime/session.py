@@ -19,6 +19,7 @@ from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.current import current_session, set_current
 from megatrain_nb.runtime.device import pinned_pages
+from megatrain_nb.runtime.inforce import plan_in_force
 from megatrain_nb.runtime.interrupts import interrupts_wait
 from megatrain_nb.runtime.models import Models
 from megatrain_nb.runtime.notes import describe_found, opening_notes
@@ -34,6 +35,7 @@ from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from megatrain_nb.plan.layout import Layout
+    from megatrain_nb.plan.plan import Plan
     from megatrain_nb.runtime.callbacks import Callback, StepResult
     from megatrain_nb.runtime.device import Device
     from megatrain_nb.runtime.offload import OffloadedModel
@@ -362,15 +364,15 @@ class Session:
 
     # -- models -----------------------------------------------------------------------------------------
 
-    def plan(self) -> None:
-        """Give every model an equal share of the RAM, and let each decide what of it stays there.
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force of the model that came last, as `estimate` makes one before a run; None before it trains.
 
-        Raises
-        ------
-        BudgetError
-            A share is too small.
+        What stays where is what the session has decided. Seconds are simulated on the machine that was probed for the
+        offload directory (`probe`), else on assumed figures. In a plain loop it is of one micro-batch.
         """
-        self.models.plan()
+        found = [model for model in self.models if not model.deleted]
+        return plan_in_force(found[-1]) if found else None
 
     def layouts(self) -> list[Layout]:
         """Return the blocks of each model, and what of them the plan keeps in RAM."""

@@ -188,6 +188,19 @@ def test_the_strip_says_what_stays() -> None:
     assert strip.count('title="') == len(plan.shape.spec().blocks)
 
 
+def test_what_lives_on_the_device_is_shown() -> None:
+    plan = mt.estimate("llama-3.1-8b", "rtx-4090", dtype="bfloat16")
+    assert plan.tail
+    there = sum(plan.tail.issuperset(block.packs) for block in plan.spec.blocks)
+    strip = forecast.strip_html(plan)
+    # One for each block, and one in the legend.
+    assert strip.count("lives on the device") == there + 1
+    assert "gradients and moments that live there" in forecast.plan_html(plan)
+    saves = plan.tail_saves
+    assert saves["disk to ram"] > 0 < saves["device to ram"]
+    assert f"{there} of {len(plan.spec.blocks)} blocks live there" in str(plan)
+
+
 def test_a_figure_has_tiers_and_lanes() -> None:
     plan = mt.estimate("llama-3.2-1b", "rtx-4090", seq_len=512, max_ram_gb=12)
     figure = plan.figure()

@@ -14,7 +14,7 @@ from megatrain_nb.plan.memory import (
 )
 from megatrain_nb.plan.model import BlockSpec, ModelSpec, pack_params
 from megatrain_nb.plan.simulate import BlockTimes, Simulated, Simulation
-from megatrain_nb.plan.traffic import step_traffic
+from megatrain_nb.plan.traffic import link_traffic, step_traffic
 
 BLOCKS = 8
 NUMEL = 1 << 20
@@ -44,7 +44,9 @@ def make_machine(disk: float = 1e9, **changes: object) -> Machine:
     )
 
 
-def residency_of(spec: ModelSpec, share: float) -> Residency:
+def residency_of(
+    spec: ModelSpec, share: float, elsewhere: frozenset[int] = frozenset()
+) -> Residency:
     """Return a plan with room for what streams, and for a share of the state."""
     least = max(streaming_bytes(spec), working_bytes(spec, tile_numel=NUMEL))
     return plan_residency(
@@ -52,6 +54,7 @@ def residency_of(spec: ModelSpec, share: float) -> Residency:
         limit_bytes=least + round(share * spec.state_bytes),
         activation_bytes=0,
         tile_numel=NUMEL,
+        elsewhere=elsewhere,
     )
 
 
@@ -163,6 +166,57 @@ def test_a_device_gets_weights_twice_and_gives_gradients_once() -> None:
     assert spec.weight_bytes < done.onload_bytes <= 2 * spec.weight_bytes
     assert done.onload_bytes >= 2 * spec.weight_bytes - 4 * last
     assert done.seconds == pytest.approx(done.busy_s["compute"], rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "gpt2-xl"])
+@pytest.mark.parametrize("split", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("there", [0, 1, 5, None], ids=["none", "one", "some", "all"])
+@pytest.mark.parametrize("more", [0, 3], ids=["tail", "and weights"])
+def test_what_lives_on_a_device_moves_nothing(
+    name: str, *, split: bool, there: int | None, more: int
+) -> None:
+    """Simulated as `step_traffic` and `link_traffic` count it; the last packs live on the device, more weights stay."""
+    spec = catalogue.model(name).spec(split=split)
+    order = range(len(spec.blocks))
+    packs = list(dict.fromkeys(spec.pack_indices(reversed(order))))
+    count = len(packs) if there is None else there
+    tail, stay = frozenset(packs[:count]), frozenset(packs[: count + more])
+    residency = residency_of(spec, 0.2, tail)
+    machine = make_machine(
+        vram_bytes=10**12, onload_bytes_per_s=1e9, offload_bytes_per_s=1e9
+    )
+    every = frozenset(range(len(spec.packs)))
+    times = [BlockTimes(1.0, 1.0, 2.0)] * len(spec.blocks)
+    done = Simulation(spec, residency, order, times, machine, every, stay).run()
+    counted = step_traffic(spec, residency, order, stay=stay)
+    # A tied weight's gradient goes and comes back between its two uses: one more of each.
+    first, last = spec.packs_of(0)[0], spec.packs_of(len(spec.blocks) - 1)[0]
+    tied = first is last and first.index not in residency.grads | tail
+    twice = first.grad_bytes if tied else 0
+    assert done.read_bytes == counted.read_bytes + twice
+    assert done.written_bytes == counted.written_bytes + twice
+    onload, offload = link_traffic(spec, order, stay=stay, elsewhere=tail)
+    assert done.onload_bytes == onload
+    assert done.offload_bytes == offload + twice
+    if there is None:
+        assert (done.read_bytes, done.written_bytes, onload, offload) == (0, 0, 0, 0)
+
+
+def test_the_update_on_a_device_takes_its_memory_s_time() -> None:
+    spec = make_spec()
+    machine = make_machine(
+        vram_bytes=10**10,
+        vram_bytes_per_s=1e9,
+        onload_bytes_per_s=1e9,
+        offload_bytes_per_s=1e9,
+    )
+    every = frozenset(range(BLOCKS))
+    residency = Residency(elsewhere=every)
+    times = [BlockTimes(0.1, 0.1, 0.2)] * BLOCKS
+    done = Simulation(spec, residency, range(BLOCKS), times, machine, every).run()
+    update = BLOCKS * 28 * NUMEL / 1e9
+    assert done.seconds == pytest.approx(BLOCKS * 0.4 - 0.1 + update)
+    assert done.busy_s["update"] == 0
 
 
 def test_it_says_the_same_each_time() -> None:

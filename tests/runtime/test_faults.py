@@ -381,7 +381,7 @@ def test_a_plan_that_grows_while_a_part_was_read(
             wide_window(model, mine, step)
             session.max_resident_bytes = None if step % 2 else 0
             model._megatrain.memory.reserved_bytes = 0 if step % 2 else 2_000_000 - room
-            session.plan()
+            session.models.plan()
         assert differing(snapshot(plain, theirs), snapshot(model, mine)) == []
 
 

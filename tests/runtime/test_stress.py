@@ -148,7 +148,7 @@ class Script:
                 resident,
                 kept,
             )
-            self.session.plan()
+            self.session.models.plan()
 
     def rest(self, model: Any, optimizer: Any, _: int) -> None:
         how = self.draw.randrange(3)

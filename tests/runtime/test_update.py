@@ -166,7 +166,7 @@ def test_a_plan_that_shrinks_while_updates_are_due(tmp_path: Path) -> None:
         model, optimizer = wrapped(seeded(TinyLM))
         for step in range(4):
             session.max_resident_bytes = [None, 30_000, 0, None][step]
-            session.plan()
+            session.models.plan()
             window_step(model, optimizer, step)
         assert differing(expected, snapshot(model, optimizer)) == []
 

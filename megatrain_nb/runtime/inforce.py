@@ -1,0 +1,111 @@
+"""The plan that a session obeys, as the forecast shows one."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatrain_nb.codec.choice import Compression
+from megatrain_nb.codec.names import MOMENTS, WEIGHTS
+from megatrain_nb.plan.choices import Choices, spec_of
+from megatrain_nb.plan.device import DevicePlan
+from megatrain_nb.plan.machine import Machine, nominal
+from megatrain_nb.plan.planner import Decided, make_plan
+from megatrain_nb.runtime import rss
+from megatrain_nb.runtime.forecast import read_cache
+from megatrain_nb.runtime.piece import What
+
+if TYPE_CHECKING:
+    from megatrain_nb.plan.activation import Window
+    from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.plan.plan import Plan
+    from megatrain_nb.plan.shape import Shape
+    from megatrain_nb.runtime.offload import OffloadedModel
+    from megatrain_nb.runtime.session import Session
+
+_LINK_GB_PER_S = 12.0
+
+
+def plan_in_force(offloaded: OffloadedModel) -> Plan | None:
+    """Return the plan of a model in a session, with what was decided there; None before it was called to train."""
+    executor = offloaded.executor
+    run = _run_of(offloaded)
+    if run is None:
+        return None
+    decided = Decided(
+        offloaded.memory.residency,
+        executor.keeping.chosen,
+        DevicePlan(
+            executor.stay, executor.keeping.limit_bytes, frozenset(executor.tail)
+        ),
+    )
+    session = offloaded.session
+    machine = _probed(session) or _assumed(session)
+    return make_plan(run[0], machine, run[1], decided)
+
+
+def forecast_of(offloaded: OffloadedModel) -> Plan | None:
+    """Return what `estimate` says of a model that was called to train; None where this machine was not probed."""
+    run, machine = _run_of(offloaded), _probed(offloaded.session)
+    if run is None or machine is None:
+        return None
+    return make_plan(run[0], machine, run[1])
+
+
+def _run_of(offloaded: OffloadedModel) -> tuple[Shape, Choices] | None:
+    """Return the model's shape, and what a person has decided about its training."""
+    foresight, spec = offloaded.memory.foresight, offloaded.layers.spec
+    if foresight.window is None:
+        return None
+    shape = foresight.shape(offloaded.model, offloaded.layers)
+    choices = _choices(offloaded, foresight.window)
+    if spec_of(shape, choices) != spec:
+        # Groups may have codecs of their own, and dynamic ones are chosen on the way.
+        choices = replace(choices, compression=_codecs(spec))
+    return shape, choices
+
+
+def _choices(offloaded: OffloadedModel, window: Window) -> Choices:
+    session, spec = offloaded.session, offloaded.layers.spec
+    params = [param for pack in spec.packs for param in pack.params]
+    homes = offloaded.layers.homes
+    trained = {home.spec.name for param, home in homes.items() if param.requires_grad}
+    packed = {WEIGHTS: What.WEIGHTS, MOMENTS: What.EXP_AVG}
+    return Choices(
+        window=window,
+        bf16=any(pack.split for pack in spec.packs),
+        compression=session.compression,
+        packed=frozenset(k for k, what in packed.items() if what in session.packed),
+        max_ram_bytes=session.models.share_bytes(),
+        max_vram_bytes=session.max_vram_bytes,
+        max_disk_bytes=session.max_disk_bytes,
+        max_tail_bytes=session.max_tail_bytes,
+        trainable=() if len(trained) == len(params) else tuple(sorted(trained)),
+    )
+
+
+def _codecs(spec: ModelSpec) -> Compression:
+    """Return what the moments of each parameter are stored in."""
+    params = (param for pack in spec.packs for param in pack.params)
+    return Compression(tuple((param.name, param.codec) for param in params))
+
+
+def _probed(session: Session) -> Machine | None:
+    """Return this machine, if it was probed with this directory."""
+    found = read_cache(session.preflight.path)
+    if found is None or found.in_place != session.device.in_place:
+        return None
+    return found
+
+
+def _assumed(session: Session) -> Machine:
+    """Return this machine with figures that nobody measured."""
+    figures: dict[str, object] = {"ram_gb": rss.available_bytes() / 0.8e9}
+    if not session.device.in_place:
+        figures |= {
+            "device": str(session.device.torch_device),
+            "vram_gb": (session.device.limit_bytes or session.max_ram_bytes) / 1e9,
+            "link_gb_per_s": _LINK_GB_PER_S,
+        }
+    return nominal(platform.node() or "this machine", figures)
