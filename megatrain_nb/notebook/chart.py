@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatrain_nb.notebook.causes import COLOURS, NAMES
 from megatrain_nb.notebook.layers import best_rate, map_rows, share_in_ram
 from megatrain_nb.notebook.pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY
 
@@ -61,6 +62,10 @@ def figure_fields(snap: Snapshot) -> dict[str, Any]:
         line = _line("best seen", steps, [best / 1e9] * len(steps), GREY, axis=3)
         traces.append(line | {"line": {"color": GREY, "dash": "dot", "width": 1}})
     traces += _causes(snap)
+    plan = sum(snap.layout.planned_seconds.values())
+    if plan:
+        line = _line("plan", steps, [plan] * len(steps), GREY, axis=4)
+        traces.append(line | {"line": {"color": GREY, "dash": "dot", "width": 1}})
     traces += _maps(snap)
     traces += _timeline(snap)
     return {"data": traces, "layout": _layout(snap)}
@@ -82,12 +87,10 @@ def _line(
 
 
 def _causes(snap: Snapshot) -> list[dict[str, Any]]:
-    colours = {"compute": BLUE, "wait": ORANGE, "update": GREEN, "other": GREY}
-    names = {"wait": "waiting for disk", "update": "update not hidden"}
     return [
         {
             "type": "bar",
-            "name": names.get(cause, cause),
+            "name": NAMES[cause],
             "x": [row.step for row in snap.rows],
             "y": [
                 round(row.seconds.get(cause, 0.0) / row.count, 6) for row in snap.rows
@@ -97,7 +100,8 @@ def _causes(snap: Snapshot) -> list[dict[str, Any]]:
             "hovertemplate": "step %{x}: %{y:.3s}s",
             **_axes(4),
         }
-        for cause, colour in colours.items()
+        for cause, colour in COLOURS.items()
+        if any(row.seconds.get(cause) for row in snap.rows)
     ]
 
 

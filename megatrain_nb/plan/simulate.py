@@ -233,7 +233,8 @@ class Simulation:
             seconds += times.backward_s
         start = max(self._now, self._device)
         if not self._machine.in_place:
-            start = max(start, self._onload)
+            begin, start = start, max(start, self._onload)
+            self._note("WAIT", block.name, begin, start, lane="link")
         self._device = start + seconds
         # Where the device is another one than the host, the host goes on as soon as it has begun.
         self._now = self._device if self._machine.in_place else start

@@ -42,11 +42,16 @@ class Foreseen(NamedTuple):
 
 
 class Foresight:
-    """Looks at what a model is called with, and tells what a larger window than any before will take."""
+    """Looks at what a model is called with, and tells what a larger window than any before will take.
+
+    Attributes
+    ----------
+    largest
+        The model's shape, and the largest window so far; None before the first, and where nobody knows its size.
+    """
 
     def __init__(self) -> None:
-        self._shape: Shape | None = None
-        self._most = 0
+        self.largest: tuple[Shape, Window] | None = None
 
     def look(
         self,
@@ -55,9 +60,8 @@ class Foresight:
         given: tuple[tuple[Any, ...], Mapping[str, Any]],
         *,
         accumulation: int,
-        room_bytes: int,
-    ) -> Foreseen | None:
-        """Return what is to come; None if a window as large was there before, or nobody knows its size.
+    ) -> bool:
+        """Return whether a window is larger than any before; False where nobody knows its size.
 
         Parameters
         ----------
@@ -67,21 +71,27 @@ class Foresight:
             What it is called with.
         accumulation
             Micro-batches of the window.
-        room_bytes
-            What the budget leaves beside what streams.
         """
         size = _rows_and_length((*given[1].values(), *given[0]))
-        if size is None or size[0] * size[1] * accumulation <= self._most:
-            return None
-        batch, seq_len = size
-        self._most = batch * seq_len * accumulation
-        if self._shape is None:
-            self._shape = shape_from(model, layers)
-        window = Window(batch=batch, seq_len=seq_len, accumulation=accumulation)
+        if size is None:
+            return False
+        window = Window(batch=size[0], seq_len=size[1], accumulation=accumulation)
+        if self.largest is None:
+            self.largest = shape_from(model, layers), window
+            return True
+        shape, most = self.largest
+        if window.tokens > most.tokens:
+            self.largest = shape, window
+        return window.tokens > most.tokens
+
+    def tell(self, layers: Layers, room_bytes: int) -> Foreseen:
+        """Return what the largest window takes; ``room_bytes`` is what the budget leaves beside what streams."""
+        assert self.largest is not None
+        shape, window = self.largest
         bf16 = any(pack.split for pack in layers.spec.packs)
         choices = Choices(window=window, bf16=bf16)
-        own = own_tensors(self._shape, choices, room_bytes=room_bytes, in_place=True)
-        kept = with_margin(sum(kept_by_block(self._shape, choices).values()))
+        own = own_tensors(shape, choices, room_bytes=room_bytes, in_place=True)
+        kept = with_margin(sum(kept_by_block(shape, choices).values()))
         return Foreseen(set_aside(own), kept, holes_bytes(kept))
 
 

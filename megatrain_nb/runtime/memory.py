@@ -26,6 +26,8 @@ from megatrain_nb.plan.reserve import (
 )
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
+from megatrain_nb.runtime.expected import expected_seconds
+from megatrain_nb.runtime.forecast import read_cache
 from megatrain_nb.runtime.foresee import Foresight
 from megatrain_nb.units import format_bytes
 
@@ -59,6 +61,8 @@ class ModelMemory:
         self._keep_first = False
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
+        self._told: tuple[object, ...] | None = None
+        self._planned: dict[str, float] = {}
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -126,7 +130,34 @@ class ModelMemory:
             name=offloaded.name,
             in_place=self._session.device.in_place,
             planned_bytes=(traffic.read_bytes, traffic.written_bytes),
+            planned_seconds=self._planned_seconds(),
         )
+
+    def tell(self) -> None:
+        """As a window begins: tell who listens of a plan that is another one than was told last."""
+        if self._session.callbacks and self._told != self._planned_for():
+            layout = self.layout()
+            for callback in self._session.callbacks:
+                callback.on_layout(layout)
+
+    def _planned_for(self) -> tuple[object, ...]:
+        """Return what decides how long a step should take."""
+        executor = self._offloaded.executor
+        order = executor.expected_order()
+        kept = frozenset(block for block in order if executor.keeping.wants(block))
+        return self.residency, self._foresight.largest, order, kept, executor.stay
+
+    def _planned_seconds(self) -> dict[str, float]:
+        decides = self._planned_for()
+        if decides != self._told or not self._planned:
+            self._told = decides
+            self._planned = {}
+            if self._foresight.largest is not None:
+                machine = read_cache(self._session.preflight.path)
+                self._planned = expected_seconds(
+                    self._offloaded, *self._foresight.largest, machine
+                )
+        return self._planned
 
     def room_bytes(self) -> int:
         """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""
@@ -201,16 +232,17 @@ class ModelMemory:
         accumulation
             Micro-batches of the window.
         """
-        if not self.plans_by_shape:
-            return
-        found = self._foresight.look(
-            self._offloaded.model,
-            self._offloaded.layers,
+        offloaded = self._offloaded
+        grows = self._foresight.look(
+            offloaded.model,
+            offloaded.layers,
             (args, kwargs),
             accumulation=accumulation,
-            room_bytes=self._room,
         )
-        if found is None or found.reserved > self._room:
+        if not grows or not self.plans_by_shape:
+            return
+        found = self._foresight.tell(offloaded.layers, self._room)
+        if found.reserved > self._room:
             return  # without room everything streams, whatever is set aside
         if found.reserved > self.reserved_bytes or self._spread_bytes == 0:
             self.reserved_bytes, kept, beside = found

@@ -284,6 +284,7 @@ class OffloadedModel:
             self.steps.begin()
             if self.executor.window is not None:
                 self.memory.foresee(args, kwargs, self.executor.window.num_batches)
+                self.memory.tell()
 
     def _after_forward(
         self, model: nn.Module, _: Any, kwargs: dict[str, Any], outputs: Any
