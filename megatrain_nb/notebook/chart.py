@@ -59,13 +59,11 @@ def figure_fields(snap: Snapshot) -> dict[str, Any]:
         traces.append(_line(name, steps, rates, colour, axis=3))
     best = best_rate(rows)
     if best:
-        line = _line("best seen", steps, [best / 1e9] * len(steps), GREY, axis=3)
-        traces.append(line | {"line": {"color": GREY, "dash": "dot", "width": 1}})
+        traces.append(_level("best seen", steps, best / 1e9, axis=3))
     traces += _causes(snap)
     plan = sum(snap.layout.planned_seconds.values())
     if plan:
-        line = _line("plan", steps, [plan] * len(steps), GREY, axis=4)
-        traces.append(line | {"line": {"color": GREY, "dash": "dot", "width": 1}})
+        traces.append(_level("plan", steps, plan, axis=4))
     traces += _maps(snap)
     traces += _timeline(snap)
     return {"data": traces, "layout": _layout(snap)}
@@ -84,6 +82,11 @@ def _line(
         "showlegend": False,
         **_axes(axis),
     }
+
+
+def _level(name: str, steps: list[int], value: float, *, axis: int) -> dict[str, Any]:
+    line = _line(name, steps, [value] * len(steps), GREY, axis=axis)
+    return line | {"line": {"color": GREY, "dash": "dot", "width": 1}}
 
 
 def _causes(snap: Snapshot) -> list[dict[str, Any]]:

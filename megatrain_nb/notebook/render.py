@@ -20,7 +20,6 @@ from megatrain_nb.notebook.parts import (
     card,
     columns,
     image,
-    legend,
     number,
     table,
     title,
@@ -98,10 +97,11 @@ def page(snap: Snapshot) -> str:
     body.append(columns(*lower))
     body.append(columns(*maps(snap.layout, snap.rows)))
     body.append(columns(disk(snap), _memory(snap)))
-    if snap.said:
-        body.append(
-            f'<div style="margin-top:10px;{MUTED}">{_html.escape(snap.said)}</div>'
-        )
+    body += [
+        f'<div style="margin-top:10px;{MUTED}">{said}</div>'
+        for said in (_html.escape(snap.said), _earlier(snap))
+        if said
+    ]
     return (
         f'<div style="max-width:1180px;box-sizing:border-box;margin:6px 3px;'
         f"padding:12px 16px 14px;border:1px solid {_EDGE};border-radius:8px;"
@@ -292,6 +292,15 @@ def _position(snap: Snapshot) -> str:
     if snap.total_steps:
         return f"Step {snap.num_done} of {snap.total_steps}"
     return f"Step {snap.step}"
+
+
+def _earlier(snap: Snapshot) -> str:
+    if not snap.earlier:
+        return ""
+    told = "; ".join(
+        f"{steps} steps, last loss {number(loss)}" for steps, loss in snap.earlier
+    )
+    return f"Trained before this: {told}"
 
 
 def _step_s(snap: Snapshot) -> float:

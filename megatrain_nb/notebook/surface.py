@@ -6,12 +6,15 @@ import importlib
 import importlib.util
 import os
 import sys
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain_nb.errors import ArgumentError
+from megatrain_nb.notebook.buttons import answering_context, why_no_buttons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextvars import Context
 
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.display import DisplayHandle
@@ -24,10 +27,6 @@ MODES = ("auto", "widget", "html", "text", "none")
 _PERIOD_S = 0.25
 _TEXT_PERIOD_S, _TEXT_SHARE, _MAX_TEXT_PERIOD_S = 10.0, 0.02, 60.0
 _LINE_PERIOD_S = 1.0
-_FIRST_ANSWERS = 7  # ipykernel: messages of widgets are handled while a cell awaits
-_INSTEAD = (
-    "the kernel's interrupt stops it, and %%megatrain train --background has buttons"
-)
 
 
 def check_mode(wanted: str | None, *, name: str) -> str:
@@ -71,25 +70,6 @@ def display_mode(shell: InteractiveShell, wanted: str | None = None) -> str:
     return "html"
 
 
-def why_no_buttons(*, awaited: bool) -> str:
-    """Say why buttons would not answer while a cell runs; empty where they do.
-
-    Parameters
-    ----------
-    awaited
-        The cell awaits its code, so that the kernel's loop goes on.
-    """
-    if not awaited:
-        return f"no buttons here: they need %%megatrain train on the cell's first line; {_INSTEAD}"
-    ipykernel = importlib.import_module("ipykernel")
-    if int(ipykernel.version_info[0]) < _FIRST_ANSWERS:
-        return (
-            f"no buttons here: ipykernel {ipykernel.__version__} answers only after the cell; "
-            f"ipykernel 7 answers at once; {_INSTEAD}"
-        )
-    return ""
-
-
 def open_surface(
     mode: str, watch: Watch, *, awaited: bool, returns: bool
 ) -> Callable[[], Surface] | None:
@@ -111,11 +91,14 @@ def open_surface(
     _render()  # now: later the cell's own imports compete for the interpreter
     if mode == "html":
         return HtmlSurface
-    hint = "" if returns else why_no_buttons(awaited=awaited)
+    context = answering_context(current_shell())
+    hint = "" if context or returns else why_no_buttons(awaited=awaited)
     if hint:
         return lambda: HtmlSurface(hint)
     importlib.import_module("megatrain_nb.notebook.panel")
-    return lambda: WidgetSurface(watch, reserve_chart=returns)
+    return lambda: WidgetSurface(
+        watch, reserve_chart=returns, context=context or copy_context()
+    )
 
 
 class Surface(Protocol):
@@ -217,12 +200,23 @@ class HtmlSurface:
 
 
 class WidgetSurface(HtmlSurface):
-    """The same below buttons; the widgets are gone when the run is."""
+    """The same below buttons; the widgets are gone when the run is.
 
-    def __init__(self, watch: Watch, *, reserve_chart: bool) -> None:
+    Parameters
+    ----------
+    watch
+        Whom the buttons ask.
+    reserve_chart
+        Make room for the chart at once.
+    context
+        Where widgets talk to the frontend, see `megatrain_nb.notebook.buttons`.
+    """
+
+    def __init__(self, watch: Watch, *, reserve_chart: bool, context: Context) -> None:
         super().__init__()
         module = importlib.import_module("megatrain_nb.notebook.panel")
-        panel: Panel = module.Panel(watch)
+        self._context = context
+        panel: Panel = context.run(module.Panel, watch)
         self._panel: Panel | None = panel
         self._handle = _display(panel.box)
         if reserve_chart:  # a cell that has returned gets no new output
@@ -232,7 +226,8 @@ class WidgetSurface(HtmlSurface):
     def show(self, snap: Snapshot) -> None:
         """Draw below the buttons."""
         if self._panel is not None:
-            self._panel.show(_render().page(snap), snap.state)
+            html = _render().page(snap)
+            self._context.run(self._panel.show, html, snap.state)
 
     def finish(self, snap: Snapshot) -> None:
         """Replace the widgets by the summary."""
@@ -246,7 +241,7 @@ class WidgetSurface(HtmlSurface):
 
     def _close(self) -> None:
         if self._panel is not None:
-            self._panel.close()
+            self._context.run(self._panel.close)
             self._panel = None
 
 
