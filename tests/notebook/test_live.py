@@ -6,19 +6,21 @@ import gc
 import json
 import threading
 import time
+from contextvars import ContextVar, copy_context
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import megatrain_nb as mt
 from megatrain_nb.notebook import chart
+from megatrain_nb.notebook.buttons import answering_context, why_no_buttons
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.notebook.surface import (
     TextSurface,
     WidgetSurface,
     display_mode,
     open_surface,
-    why_no_buttons,
 )
 from megatrain_nb.notebook.view import Watch
 from megatrain_nb.runtime.callbacks import StepResult
@@ -53,7 +55,7 @@ def watch(shell: Any, fake: types.ModuleType) -> Watch:
 
 
 def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
-    surface = WidgetSurface(watch, reserve_chart=False)
+    surface = WidgetSurface(watch, reserve_chart=False, context=copy_context())
     panel: Any = surface._panel
     controls: Any = watch.controls
     panel.pause.click()
@@ -184,7 +186,7 @@ def test_a_second_session_begins_anew(
 
 def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
     watch = Watch(shown=True)
-    surface = WidgetSurface(watch, reserve_chart=False)
+    surface = WidgetSurface(watch, reserve_chart=False, context=copy_context())
     panel: Any = surface._panel
     surface.show(watch.snapshot())
     assert panel.pause.disabled
@@ -214,6 +216,55 @@ def test_why_there_are_no_buttons(
     pages = [output["data"]["text/html"] for output in shell.display_pub.outputs]
     assert "no buttons here" in pages[0]
     assert "no buttons here" not in pages[-1]  # it is over: nothing to press
+
+
+def make_kernel(subshells: list[str], **more: Any) -> Any:
+    manager = SimpleNamespace(list_subshell=lambda: subshells)
+    channel = SimpleNamespace(manager=manager)
+    return SimpleNamespace(kernel=SimpleNamespace(shell_channel_thread=channel, **more))
+
+
+def test_widgets_are_drawn_for_no_request_where_the_frontend_has_a_subshell() -> None:
+    request: ContextVar[dict[str, str]] = ContextVar("request")
+    request.set({"header": "of the busy cell"})
+    context = answering_context(make_kernel(["1"], _shell_parent=request))
+    assert context is not None
+    assert context.run(request.get) == {}
+    assert request.get() == {"header": "of the busy cell"}
+    assert answering_context(make_kernel([], _shell_parent=request)) is None
+    assert answering_context(make_kernel(["1"])) is None  # another ipykernel
+    other = SimpleNamespace(kernel=SimpleNamespace(shell_channel_thread=None))
+    assert answering_context(other) is None  # ipykernel 6
+    assert answering_context(None) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "interrupted", "stopped", "state"),
+    [
+        (None, False, False, "done"),
+        (None, False, True, "stopped"),
+        (KeyboardInterrupt(), False, True, "stopped"),  # a plain loop, on Stop
+        (KeyboardInterrupt(), False, False, "interrupted"),  # session.stop()
+        (KeyboardInterrupt(), True, False, "interrupted"),
+        (KeyboardInterrupt(), True, True, "interrupted"),
+        (None, True, False, "interrupted"),
+        (ValueError("no"), True, True, "failed"),
+        (ValueError("no"), False, False, "failed"),
+    ],
+)
+def test_how_a_run_ended(
+    watch: Watch, error: Any, interrupted: bool, stopped: bool, state: str
+) -> None:
+    assert watch.controls is not None
+    if stopped:
+        watch.controls.stop()
+    watch.controls.pause()
+    watch.end(error, interrupted=interrupted)
+    assert watch.state == watch.snapshot().state == state
+    assert watch.snapshot().said == ("ValueError: no" if state == "failed" else "")
+    assert not watch.controls.stopping
+    assert not watch.controls.paused  # the next training starts at once
+    watch.follow(None)
 
 
 def test_text_comes_at_sensible_intervals(capsys: pytest.CaptureFixture[str]) -> None:

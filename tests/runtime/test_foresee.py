@@ -74,21 +74,18 @@ def test_only_a_larger_window_is_news() -> None:
 
     def look(batch: int, length: int, count: int) -> Any:
         given = ((), {"input_ids": torch.zeros(batch, length, dtype=torch.long)})
-        return foresight.look(
-            model, layers, given, accumulation=count, room_bytes=10**9
-        )
+        return foresight.look(model, layers, given, accumulation=count)
 
-    first = look(1, 16, 2)
+    assert look(1, 16, 2)
+    first = foresight.tell(layers, 10**9)
     assert first.reserved > 0
-    assert look(2, 16, 1) is look(1, 8, 2) is None
-    more = look(4, 64, 2)
+    assert look(2, 16, 1) is look(1, 8, 2) is False
+    assert look(4, 64, 2)
+    more = foresight.tell(layers, 10**9)
     assert more.reserved > first.reserved
     assert more.kept > first.kept
     nobody_knows = ((), {"pixels": torch.zeros(1, 3, 8, 8)})
-    assert (
-        foresight.look(model, layers, nobody_knows, accumulation=99, room_bytes=1)
-        is None
-    )
+    assert not foresight.look(model, layers, nobody_knows, accumulation=99)
 
 
 def test_what_was_asked_for_is_left_alone(tmp_path: Path) -> None:
