@@ -46,8 +46,7 @@ FIRST_PAINT = """() => {
   const observer = new MutationObserver(look);
   observer.observe(document.body, { subtree: true, childList: true, characterData: true });
 }"""
-TRAIN = """\
-%%megatrain train
+MODEL = """\
 import tempfile, torch, transformers
 import megatrain_nb as mt
 transformers.logging.set_verbosity_error()
@@ -58,9 +57,24 @@ config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hid
 model = mt.from_config(config, transformers.AutoModelForCausalLM, seed=0)
 rows = [list(range(i, i + 32)) for i in range(32)]
 data = [dict(input_ids=row, labels=row) for row in rows]
-args = transformers.TrainingArguments(work + "/out", max_steps=4, per_device_train_batch_size=1,
-                                      save_strategy="no", report_to=[])
-mt.Trainer(model=model, args=args, train_dataset=data).train();"""
+args = transformers.TrainingArguments(work + "/out", max_steps={steps}, per_device_train_batch_size=1,
+                                      save_strategy="no", report_to=[], disable_tqdm=False)
+trainer = mt.Trainer(model=model, args=args, train_dataset=data)
+"""
+TRAIN = "%%megatrain train\n" + MODEL.format(steps=4) + "trainer.train();"
+PLAIN = (
+    MODEL.format(steps=100_000)
+    + """\
+steps = lambda: session.last_step.step
+stops, stop = [], session.controls.stop
+session.controls.stop = lambda: (stops.append(steps()), stop())"""
+)
+PLAIN_STOPPED = "print('steps after the click:', steps() - stops[0])"
+# What JupyterLab keeps of a person who has turned subshells off.
+NO_SUBSHELLS = (
+    "home/.jupyter/lab/user-settings/@jupyterlab/apputils-extension/kernels-settings.jupyterlab-settings",
+    '{"commsOverSubshells": "disabled"}',
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,14 +137,16 @@ def test_view_in_the_browser(lab: str, browser: Any, tmp_path: Path) -> None:
     assert page.locator("text=/^Step 40 of 40$/").count() == 1
 
 
+@pytest.mark.parametrize("inside", ["", "%%capture --no-display\n"])
 def test_buttons_answer_while_the_cell_runs(
-    lab: str, browser: Any, tmp_path: Path, answers: bool
+    lab: str, browser: Any, tmp_path: Path, answers: bool, inside: str
 ) -> None:
     if not answers:
         pytest.skip("this ipykernel answers only after the cell")
-    write_notebook(
-        tmp_path / "buttons.ipynb", SETUP, "%%megatrain\ns.train(seconds=0.1);", STOPPED
+    cell = (
+        f"{inside}%%megatrain\ns.train(seconds=0.1);"  # inside another magic it blocks
     )
+    write_notebook(tmp_path / "buttons.ipynb", SETUP, cell, STOPPED)
     page = open_notebook(browser, lab, "buttons.ipynb")
     command(page, "notebook:run-all-cells")
     position = outputs(page).locator("text=/^Step \\d+$/")
@@ -158,7 +174,7 @@ def use_buttons(page: Any, position: Any) -> None:
     assert position.inner_text() == paused_at
 
     page.get_by_role("button", name="Save model now").click()
-    output.locator("text=/saved step \\d+ to megatrain-saved/").wait_for(timeout=5_000)
+    output.locator("text=/saved step \\d+ to /").wait_for(timeout=5_000)
     assert position.inner_text() == paused_at
     page.get_by_role("button", name="Resume").click()
     page.wait_for_function(
@@ -176,10 +192,27 @@ def use_buttons(page: Any, position: Any) -> None:
     assert int(after.inner_text().split()[-1]) <= 1
 
 
+def test_buttons_answer_in_a_plain_cell(
+    lab: str, browser: Any, tmp_path: Path, answers: bool
+) -> None:
+    if not answers:
+        pytest.skip("this ipykernel answers only after the cell")
+    write_notebook(tmp_path / "plain.ipynb", PLAIN, "trainer.train();", PLAIN_STOPPED)
+    page = open_notebook(browser, lab, "plain.ipynb")
+    command(page, "notebook:run-all-cells")
+    position = outputs(page).locator("text=/^Step \\d+ of 100000$/")
+    position.wait_for(timeout=120_000)
+    use_buttons(page, position)
+    assert page.locator("text=Error displaying widget").count() == 0
+
+
 def test_where_buttons_would_not_answer_there_are_none(
     lab: str, browser: Any, tmp_path: Path, answers: bool
 ) -> None:
     inside = "%%capture --no-display\n" if answers else ""  # a cell that blocks
+    path, settings = NO_SUBSHELLS
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(settings)
     write_notebook(
         tmp_path / "none.ipynb", SETUP, f"{inside}%%megatrain\ns.train(40, seconds=0.1)"
     )
