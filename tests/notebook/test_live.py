@@ -81,6 +81,28 @@ def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
     watch.follow(None)
 
 
+def test_fields_show_what_is_in_force(watch: Watch) -> None:
+    surface = WidgetSurface(watch, reserve_chart=False, context=copy_context())
+    panel: Any = surface._panel
+    controls: Any = watch.controls
+    controls.lr_factor = 0.25  # of an earlier training, or from another cell
+    surface.show(watch.snapshot())
+    assert panel.rate.value == 0.25
+    assert panel.logging.layout.display == "none"  # nobody logs in a plain loop
+    controls.usual_logging_steps = 500
+    surface.show(watch.snapshot())
+    assert (panel.logging.value, panel.logging.layout.display) == (500, None)
+    assert controls.logging_steps is None  # shown, and not asked for
+    panel.logging.value = 5
+    surface.show(watch.snapshot())
+    assert (panel.logging.value, controls.logging_steps) == (5, 5)
+    panel.logging.value = 500
+    surface.show(watch.snapshot())
+    assert (panel.logging.value, controls.logging_steps) == (500, None)
+    surface.clear()
+    watch.follow(None)
+
+
 def test_twenty_runs_leave_nothing(
     shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
