@@ -96,9 +96,9 @@ def open_surface(
     if hint:
         return lambda: HtmlSurface(hint)
     importlib.import_module("megatrain_nb.notebook.panel")
-    return lambda: WidgetSurface(
-        watch, reserve_chart=returns, context=context or copy_context()
-    )
+    context = context or copy_context()
+    # A context of its own for each view: two threads may draw two of them at once.
+    return lambda: WidgetSurface(watch, reserve_chart=returns, context=context.copy())
 
 
 class Surface(Protocol):
