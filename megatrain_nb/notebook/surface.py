@@ -91,12 +91,12 @@ def open_surface(
     _render()  # now: later the cell's own imports compete for the interpreter
     if mode == "html":
         return HtmlSurface
-    context = answering_context(current_shell())
-    hint = "" if context or returns else why_no_buttons(awaited=awaited)
+    answering = answering_context(current_shell())
+    hint = "" if answering or returns else why_no_buttons(awaited=awaited)
     if hint:
         return lambda: HtmlSurface(hint)
     importlib.import_module("megatrain_nb.notebook.panel")
-    context = context or copy_context()
+    context = answering or copy_context()
     # A context of its own for each view: two threads may draw two of them at once.
     return lambda: WidgetSurface(watch, reserve_chart=returns, context=context.copy())
 
