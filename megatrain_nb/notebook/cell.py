@@ -217,7 +217,7 @@ class Run:
                 f"but the cell's code still runs, {STOP_WAIT_S:.0f} s later; it stops at the "
                 "next block of a model; if that never comes, restart the kernel"
             )
-        step = self._watch.snapshot().step
+        step = self._watch.step
         if self._num_handled > 1:
             return (
                 f"broken off after step {step}; the step in progress may be half done"

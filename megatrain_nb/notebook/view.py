@@ -121,6 +121,11 @@ class Watch:
         return self.recorder is not None and self.recorder.trains
 
     @property
+    def step(self) -> int:
+        """The last complete step, as the model counts; 0 before the first."""
+        return self.recorder.step if self.recorder is not None else 0
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the start, up to the end."""
         return (self._end_s or time.perf_counter()) - self._begin_s

@@ -324,7 +324,8 @@ class Simulation:
     def _get(self, piece: str, pack: int) -> Job:
         """Start to read ``weights``, ``grads`` or ``states`` of a pack."""
         what = self._transfer(piece, pack, self._on_disk.unpack_seconds)
-        job, self._now = self._disk.get((piece, pack), what, self._now)
+        job, free_s = self._disk.get((piece, pack), what, self._now)
+        self._wait_until(free_s, f"{what.name} to be written")
         return job
 
     def _put(self, piece: str, pack: int, at_s: float = 0.0) -> None:

@@ -64,6 +64,8 @@ class Recorder(Callback):
         Of this training; None if it did not say.
     num_done
         Steps of this training so far.
+    step
+        The last complete step, as the model counts, of whichever training; 0 before the first.
     earlier
         Steps and last loss of the last 8 trainings before it.
 
@@ -93,7 +95,7 @@ class Recorder(Callback):
         self.bins: deque[list[float]] = deque(maxlen=NUM_BINS)
         self.trains = False
         self.total_steps: int | None = None
-        self.num_done = 0
+        self.num_done = self.step = 0
         self.earlier: deque[tuple[int, float]] = deque(maxlen=_MAX_EARLIER)
         self.begin_s = clock()
         self._clock = clock
@@ -166,6 +168,7 @@ class Recorder(Callback):
             self.history.append(row)
             self.trains = True
             self.num_done += row.count
+            self.step = row.step
 
     def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
         """Take the result of an evaluation in."""

@@ -28,8 +28,8 @@ def test_what_the_host_leaves_of_a_devices_time_is_computing_then_copies() -> No
     assert sum(full.values()) == sum(busy.values()) == sum(found.values()) == 10.0
 
 
-@pytest.mark.parametrize("disk", [1e7, 2e8, 1e10])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.1])
+@pytest.mark.parametrize("disk", [1e5, 1e7, 2e8, 1e10])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.1])
 def test_in_place_the_causes_of_a_simulated_step_are_its_time(
     disk: float, share: float
 ) -> None:

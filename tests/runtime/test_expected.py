@@ -9,6 +9,7 @@ import pytest
 import megatrain_nb as mt
 from megatrain_nb.plan import catalogue
 from megatrain_nb.runtime import memory
+from megatrain_nb.runtime.expected import expected_seconds
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.recorder import Recorder
 from megatrain_nb.runtime.recording import follow, unfollow
@@ -82,10 +83,19 @@ def test_the_plan_beside_what_is_measured_is_the_forecasts(
     assert first["wait"] > 0.5 * sum(first.values())
 
 
-def test_it_is_told_once_and_again_when_something_changed(
-    tmp_path: Path, measured: Callable[[Machine | None], None]
+def test_it_is_simulated_again_only_when_something_changed(
+    tmp_path: Path,
+    measured: Callable[[Machine | None], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     measured(SLOW)
+    calls: list[Any] = []
+
+    def counted(*given: Any) -> dict[str, float]:
+        calls.append(given)
+        return expected_seconds(*given)
+
+    monkeypatch.setattr(memory, "expected_seconds", counted)
     with mt.init(tmp_path / "o", max_ram_gb=2) as session:
         session.max_resident_bytes = 2_000_000  # nothing is learned: the plan rests
         session.max_kept_bytes = 0
@@ -96,15 +106,18 @@ def test_it_is_told_once_and_again_when_something_changed(
         for _ in range(3):
             mt.train_step(model, optimizer, batches(1, 16, 2))
         assert recorder.layout is not None
-        small, before = recorder.layout.planned_seconds, recorder.layout
-        mt.train_step(model, optimizer, batches(1, 16, 2))
-        assert recorder.layout is before
-        mt.train_step(model, optimizer, batches(4, 32, 2))
-        large = recorder.layout.planned_seconds
-        assert large["compute"] > 2 * small["compute"] > 0
-        unfollow(session, recorder)
+        small, before = recorder.layout.planned_seconds, len(calls)
         offloaded = offloaded_model(model)
         assert offloaded is not None
+        layouts = [offloaded.memory.layout() for _ in range(2)]
+        assert layouts[0].planned_seconds == layouts[1].planned_seconds == small
+        offloaded.memory.tell()
+        assert len(calls) == before
+        assert small["other"] == pytest.approx(0.0, abs=1e-6)
+        mt.train_step(model, optimizer, batches(8, 64, 2))
+        large = recorder.layout.planned_seconds
+        assert large["compute"] > 1.5 * small["compute"] > 0
+        unfollow(session, recorder)
         assert offloaded.memory.layout().planned_seconds == large
 
 
