@@ -4,7 +4,7 @@
 Notebook (from 7.4 on) send clicks to a *subshell* instead, a thread of the kernel that is free. ipykernel 7.4 sends
 them on to whoever drew the widget last, as part of which request: that is the busy cell. What is drawn for no request
 at all stays with the subshell. ipykernel has no public name for "for no request", so its variable is set in a
-context of its own; where it has another name, or the frontend made no subshell, buttons are not shown.
+context of its own. A frontend makes its subshell when the first widget appears: whether it does is known a little later.
 """
 
 from __future__ import annotations
@@ -22,22 +22,33 @@ _INSTEAD = (
 )
 
 
-def answering_context(shell: InteractiveShell | None) -> Context | None:
-    """Return the context to draw widgets in, so that they answer whatever the main thread does; None if there is none."""
-    kernel: Any = getattr(shell, "kernel", None)
-    channel = getattr(kernel, "shell_channel_thread", None)
-    request = getattr(kernel, "_shell_parent", None)
-    if channel is None or not isinstance(request, ContextVar):
-        return None
-    if not channel.manager.list_subshell():
-        return None
-    context = copy_context()
-    context.run(request.set, {})
-    return context
+class Subshells:
+    """The subshells of a shell's kernel."""
+
+    def __init__(self, shell: InteractiveShell | None) -> None:
+        kernel: Any = getattr(shell, "kernel", None)
+        self._channel = getattr(kernel, "shell_channel_thread", None)
+        self._request = getattr(kernel, "_shell_parent", None)
+
+    @property
+    def possible(self) -> bool:
+        """Whether the kernel can have them, and widgets can be drawn for no request."""
+        return self._channel is not None and isinstance(self._request, ContextVar)
+
+    def there(self) -> bool:
+        """Whether a frontend has made one."""
+        return self._channel is not None and bool(self._channel.manager.list_subshell())
+
+    def context(self) -> Context:
+        """Return a context to draw widgets in; for no request where that is possible."""
+        context = copy_context()
+        if isinstance(self._request, ContextVar):
+            context.run(self._request.set, {})
+        return context
 
 
 def why_no_buttons(*, awaited: bool) -> str:
-    """Say why buttons would not answer while a cell runs, where there is no such context; empty where they do.
+    """Say why buttons would not answer while a cell runs, if no subshell reads them; empty where they do.
 
     Parameters
     ----------

@@ -58,17 +58,18 @@ class Panel:
         self.logging.observe(self._set_logging, "value")
         self.rate.observe(self._set_rate, "value")
 
-    def show(self, html: str, state: str) -> None:
-        """Draw a page, and say on the buttons what they would do now."""
+    def show(self, html: str, state: str, *, answers: bool = True) -> None:
+        """Draw a page, and say on the buttons what they would do now; grey while nobody ``answers``."""
         controls = self._watch.controls
+        silent = controls is None or not answers
         for each in (self.pause, self.save, self.logging, self.rate):
-            self._set(each, "disabled", controls is None)  # there is nobody to ask yet
+            self._set(each, "disabled", silent)
         paused = controls is not None and controls.paused
         self._set(self.pause, "description", "Resume" if paused else "Pause")
         self._set(self.pause, "icon", "play" if paused else "pause")
         stopping = state in ("finishing", "stopping")
         self._set(self.stop, "description", "Stopping" if stopping else "Stop")
-        self._set(self.stop, "disabled", stopping or controls is None)
+        self._set(self.stop, "disabled", stopping or silent)
         if controls is not None:
             self._show_fields(controls)
         self.picture.value = html

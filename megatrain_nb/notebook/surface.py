@@ -6,15 +6,14 @@ import importlib
 import importlib.util
 import os
 import sys
-from contextvars import copy_context
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain_nb.errors import ArgumentError
-from megatrain_nb.notebook.buttons import answering_context, why_no_buttons
+from megatrain_nb.notebook.buttons import Subshells, why_no_buttons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextvars import Context
 
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.display import DisplayHandle
@@ -27,6 +26,7 @@ MODES = ("auto", "widget", "html", "text", "none")
 _PERIOD_S = 0.25
 _TEXT_PERIOD_S, _TEXT_SHARE, _MAX_TEXT_PERIOD_S = 10.0, 0.02, 60.0
 _LINE_PERIOD_S = 1.0
+_PATIENCE_S = 10.0  # a frontend takes less than one to make a subshell
 
 
 def check_mode(wanted: str | None, *, name: str) -> str:
@@ -91,14 +91,12 @@ def open_surface(
     _render()  # now: later the cell's own imports compete for the interpreter
     if mode == "html":
         return HtmlSurface
-    answering = answering_context(current_shell())
-    hint = "" if answering or returns else why_no_buttons(awaited=awaited)
-    if hint:
+    hint = "" if returns else why_no_buttons(awaited=awaited)
+    subshells = Subshells(current_shell())
+    if hint and not subshells.possible:
         return lambda: HtmlSurface(hint)
     importlib.import_module("megatrain_nb.notebook.panel")
-    context = answering or copy_context()
-    # A context of its own for each view: two threads may draw two of them at once.
-    return lambda: WidgetSurface(watch, reserve_chart=returns, context=context.copy())
+    return lambda: WidgetSurface(watch, subshells, hint=hint, reserve_chart=returns)
 
 
 class Surface(Protocol):
@@ -206,17 +204,29 @@ class WidgetSurface(HtmlSurface):
     ----------
     watch
         Whom the buttons ask.
+    subshells
+        What may read clicks, see `megatrain_nb.notebook.buttons`.
+    hint
+        Why buttons do not answer unless a subshell reads them; empty where they do. If none is made in time, they go,
+        and the hint is shown.
     reserve_chart
         Make room for the chart at once.
-    context
-        Where widgets talk to the frontend, see `megatrain_nb.notebook.buttons`.
     """
 
-    def __init__(self, watch: Watch, *, reserve_chart: bool, context: Context) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        watch: Watch,
+        subshells: Subshells,
+        *,
+        hint: str = "",
+        reserve_chart: bool = False,
+    ) -> None:
+        super().__init__(hint)
         module = importlib.import_module("megatrain_nb.notebook.panel")
-        self._context = context
-        panel: Panel = context.run(module.Panel, watch)
+        self._subshells = subshells
+        self._context = subshells.context()
+        self._patience_ends_s = time.perf_counter() + _PATIENCE_S
+        panel: Panel = self._context.run(module.Panel, watch)
         self._panel: Panel | None = panel
         self._handle = _display(panel.box)
         if reserve_chart:  # a cell that has returned gets no new output
@@ -224,10 +234,15 @@ class WidgetSurface(HtmlSurface):
             self._chart = _put(None, empty)
 
     def show(self, snap: Snapshot) -> None:
-        """Draw below the buttons."""
-        if self._panel is not None:
-            html = _render().page(snap)
-            self._context.run(self._panel.show, html, snap.state)
+        """Draw below the buttons; without them where nobody would read a click."""
+        answers = not self._hint or self._subshells.there()
+        if not answers and time.perf_counter() > self._patience_ends_s:
+            self._close()
+        if self._panel is None:
+            super().show(snap)
+            return
+        html = _render().page(snap)
+        self._context.run(self._panel.show, html, snap.state, answers=answers)
 
     def finish(self, snap: Snapshot) -> None:
         """Replace the widgets by the summary."""

@@ -46,7 +46,7 @@ def test_drawing(blocks: int) -> None:
 
 REDRAW = """
 import time
-from contextvars import copy_context
+from megatrain_nb.notebook.buttons import Subshells
 from megatrain_nb.notebook.snapshot import Snapshot, fill
 from megatrain_nb.notebook.surface import WidgetSurface
 from megatrain_nb.notebook.view import Watch
@@ -58,7 +58,7 @@ def redraw(blocks, count=60, draws=True):
     recorder.on_layout(drawn.layout)
     for row in drawn.rows:
         recorder.add(row)
-    surface = WidgetSurface(Watch(shown=True), reserve_chart=False, context=copy_context())
+    surface = WidgetSurface(Watch(shown=True), Subshells(get_ipython()))
     begin = time.process_time()
     for index in range(count):
         if draws:

@@ -214,14 +214,16 @@ def test_where_buttons_would_not_answer_there_are_none(
     (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / path).write_text(settings)
     write_notebook(
-        tmp_path / "none.ipynb", SETUP, f"{inside}%%megatrain\ns.train(40, seconds=0.1)"
+        tmp_path / "none.ipynb",
+        SETUP,
+        f"{inside}%%megatrain\ns.train(160, seconds=0.1)",
     )
     page = open_notebook(browser, lab, "none.ipynb")
     command(page, "notebook:run-all-cells")
-    outputs(page).locator("text=/^Step \\d+ of 40$/").wait_for(timeout=20_000)
-    outputs(page).locator("text=/no buttons here: /").wait_for(timeout=5_000)
+    outputs(page).locator("text=/^Step \\d+ of 160$/").wait_for(timeout=20_000)
+    outputs(page).locator("text=/no buttons here: /").wait_for(timeout=20_000)
     assert page.get_by_role("button", name="Pause").count() == 0
-    page.locator("text=/^done$/").wait_for(timeout=20_000)
+    page.locator("text=/^done$/").wait_for(timeout=40_000)
     assert outputs(page).locator("text=/no buttons here: /").count() == 0
 
 

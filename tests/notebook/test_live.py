@@ -6,7 +6,7 @@ import gc
 import json
 import threading
 import time
-from contextvars import ContextVar, copy_context
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import pytest
 
 import megatrain_nb as mt
 from megatrain_nb.notebook import chart
-from megatrain_nb.notebook.buttons import answering_context, why_no_buttons
+from megatrain_nb.notebook.buttons import Subshells, why_no_buttons
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.notebook.surface import (
     TextSurface,
@@ -55,7 +55,7 @@ def watch(shell: Any, fake: types.ModuleType) -> Watch:
 
 
 def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
-    surface = WidgetSurface(watch, reserve_chart=False, context=copy_context())
+    surface = WidgetSurface(watch, Subshells(None))
     panel: Any = surface._panel
     controls: Any = watch.controls
     panel.pause.click()
@@ -82,7 +82,7 @@ def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
 
 
 def test_fields_show_what_is_in_force(watch: Watch) -> None:
-    surface = WidgetSurface(watch, reserve_chart=False, context=copy_context())
+    surface = WidgetSurface(watch, Subshells(None))
     panel: Any = surface._panel
     controls: Any = watch.controls
     controls.lr_factor = 0.25  # of an earlier training, or from another cell
@@ -91,14 +91,14 @@ def test_fields_show_what_is_in_force(watch: Watch) -> None:
     assert panel.logging.layout.display == "none"  # nobody logs in a plain loop
     controls.usual_logging_steps = 500
     surface.show(watch.snapshot())
-    assert (panel.logging.value, panel.logging.layout.display) == (500, None)
-    assert controls.logging_steps is None  # shown, and not asked for
-    panel.logging.value = 5
-    surface.show(watch.snapshot())
-    assert (panel.logging.value, controls.logging_steps) == (5, 5)
-    panel.logging.value = 500
-    surface.show(watch.snapshot())
-    assert (panel.logging.value, controls.logging_steps) == (500, None)
+    assert panel.logging.layout.display is None
+    seen = []
+    for asked in (None, 5, 500):  # None: shown, and not asked for
+        if asked:
+            panel.logging.value = asked
+        surface.show(watch.snapshot())
+        seen.append((panel.logging.value, controls.logging_steps))
+    assert seen == [(500, None), (5, 5), (500, None)]
     surface.clear()
     watch.follow(None)
 
@@ -208,7 +208,7 @@ def test_a_second_session_begins_anew(
 
 def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
     watch = Watch(shown=True)
-    surface = WidgetSurface(watch, reserve_chart=False, context=copy_context())
+    surface = WidgetSurface(watch, Subshells(None))
     panel: Any = surface._panel
     surface.show(watch.snapshot())
     assert panel.pause.disabled
@@ -246,18 +246,45 @@ def make_kernel(subshells: list[str], **more: Any) -> Any:
     return SimpleNamespace(kernel=SimpleNamespace(shell_channel_thread=channel, **more))
 
 
-def test_widgets_are_drawn_for_no_request_where_the_frontend_has_a_subshell() -> None:
+def test_widgets_are_drawn_for_no_request() -> None:
     request: ContextVar[dict[str, str]] = ContextVar("request")
     request.set({"header": "of the busy cell"})
-    context = answering_context(make_kernel(["1"], _shell_parent=request))
-    assert context is not None
-    assert context.run(request.get) == {}
+    subshells = Subshells(make_kernel(["1"], _shell_parent=request))
+    assert subshells.possible
+    assert subshells.there()
+    assert subshells.context().run(request.get) == {}
     assert request.get() == {"header": "of the busy cell"}
-    assert answering_context(make_kernel([], _shell_parent=request)) is None
-    assert answering_context(make_kernel(["1"])) is None  # another ipykernel
-    other = SimpleNamespace(kernel=SimpleNamespace(shell_channel_thread=None))
-    assert answering_context(other) is None  # ipykernel 6
-    assert answering_context(None) is None
+    assert not Subshells(make_kernel([], _shell_parent=request)).there()
+    assert not Subshells(make_kernel(["1"])).possible  # another ipykernel
+    other: Any = SimpleNamespace(kernel=SimpleNamespace(shell_channel_thread=None))
+    assert not Subshells(other).possible  # ipykernel 6
+    assert not Subshells(None).possible
+
+
+def test_buttons_are_grey_until_a_subshell_is_there_and_go_if_none_comes(
+    watch: Watch, shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request: ContextVar[dict[str, str]] = ContextVar("request")
+    made: list[str] = []
+    subshells = Subshells(make_kernel(made, _shell_parent=request))
+    surface = WidgetSurface(watch, subshells, hint="no buttons here: why")
+    panel: Any = surface._panel
+    surface.show(watch.snapshot())
+    assert panel.stop.disabled
+    assert panel.pause.disabled
+    made.append("1")
+    surface.show(watch.snapshot())
+    assert not panel.stop.disabled
+    assert not panel.pause.disabled
+    made.clear()
+    monkeypatch.setattr(surface, "_patience_ends_s", 0.0)
+    before = widgets_alive()
+    surface.show(watch.snapshot())
+    assert widgets_alive() < before
+    assert "no buttons here: why" in shell.display_pub.outputs[-1]["data"]["text/html"]
+    surface.finish(watch.snapshot())
+    assert "no buttons" not in shell.display_pub.outputs[-1]["data"]["text/html"]
+    watch.follow(None)
 
 
 @pytest.mark.parametrize(
