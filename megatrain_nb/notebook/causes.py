@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatrain_nb.notebook.parts import MUTED, bar, legend
+from megatrain_nb.notebook.parts import MUTED, bar, key, legend, table
 from megatrain_nb.notebook.pictures import BLUE, GREEN, GREY, ORANGE, PINK
 from megatrain_nb.plan.causes import CAUSES
 from megatrain_nb.units import format_seconds
@@ -20,6 +20,9 @@ NAMES = {
     "update": "update not hidden",
     "other": "other (Python, data)",
 }
+
+_CELL = "text-align:right;padding:1px 0;white-space:nowrap"
+_LEAST_S = 5e-6  # what is less is shown as nothing
 
 
 def cause_bars(
@@ -44,19 +47,34 @@ def cause_bars(
 def cause_legend(
     measured: Mapping[str, float], planned: Mapping[str, float] | None = None
 ) -> str:
-    """Return what the colours mean, with the seconds of each cause, its share, and what was planned."""
+    """Return what the colours mean, with the seconds of each cause and its share, and what was planned.
+
+    A cause that took no time, and was to take none, is left out.
+    """
     took, meant = _known(measured), _known(planned or {})
+    there = [cause for cause in CAUSES if took[cause] or meant[cause]]
     whole = sum(took.values())
-    items = []
-    for cause, seconds in took.items():
-        beside = f"{seconds / whole:.0%}"
-        if planned:
-            beside += f", plan {format_seconds(meant[cause])}"
-        elif not seconds and cause == "link":
-            continue
-        text = f'{NAMES[cause]} <b>{format_seconds(seconds)}</b> <span style="{MUTED}">{beside}</span>'
-        items.append((COLOURS[cause], text))
-    return legend(items)
+    if not planned:
+        return legend(
+            (
+                COLOURS[cause],
+                f"{NAMES[cause]} <b>{_time(took[cause])}</b> "
+                f'<span style="{MUTED}">{took[cause] / whole:.0%}</span>',
+            )
+            for cause in there
+        )
+    rows = "".join(
+        f'<tr style="background:none"><td style="{_CELL};text-align:left;width:40%">{key(COLOURS[cause], NAMES[cause])}</td>'
+        f'<td style="{_CELL};width:22%"><b>{_time(took[cause])}</b></td>'
+        f'<td style="{_CELL};width:12%;{MUTED}">{took[cause] / whole:.0%}</td>'
+        f'<td style="{_CELL};width:26%;{MUTED}">plan {_time(meant[cause])}</td></tr>'
+        for cause in there
+    )
+    return f'<div style="margin-top:5px">{table(rows)}</div>'
+
+
+def _time(seconds: float) -> str:
+    return format_seconds(seconds) if seconds >= _LEAST_S else "0"
 
 
 def _known(seconds: Mapping[str, float]) -> dict[str, float]:

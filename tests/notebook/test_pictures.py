@@ -235,8 +235,10 @@ def test_the_plan_stands_beside_what_is_measured() -> None:
     parse(html)
     shown = text_of(html)
     assert "4.00 s, plan 2.00 s" in shown
-    assert "compute 2.00 s 50%, plan 1.50 s" in shown
-    assert "waiting for disk 1.00 s 25%, plan 250 ms" in shown
+    assert "compute 2.00 s 50% plan 1.50 s" in shown
+    assert "waiting for disk 1.00 s 25% plan 250 ms" in shown
+    assert "other (Python, data) 500 ms 12% plan 0 " in shown
+    assert "link" not in shown
     # Both bars on one scale: the longer one is full.
     widths = re.findall(
         r'aria-label="compute \d+%[^>]*><div style="width:([\d.]+)%', html
