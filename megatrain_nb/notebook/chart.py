@@ -59,11 +59,11 @@ def figure_fields(snap: Snapshot) -> dict[str, Any]:
         traces.append(_line(name, steps, rates, colour, axis=3))
     best = best_rate(rows)
     if best:
-        traces.append(_level("best seen", steps, best / 1e9, axis=3))
+        traces.append(_level("best seen", steps, best / 1e9, GREY, axis=3))
     traces += _causes(snap)
     plan = sum(snap.layout.planned_seconds.values())
     if plan:
-        traces.append(_level("plan", steps, plan, axis=4))
+        traces.append(_level("plan", steps, plan, RED, axis=4))
     traces += _maps(snap)
     traces += _timeline(snap)
     return {"data": traces, "layout": _layout(snap)}
@@ -84,9 +84,11 @@ def _line(
     }
 
 
-def _level(name: str, steps: list[int], value: float, *, axis: int) -> dict[str, Any]:
-    line = _line(name, steps, [value] * len(steps), GREY, axis=axis)
-    return line | {"line": {"color": GREY, "dash": "dot", "width": 1}}
+def _level(
+    name: str, steps: list[int], value: float, colour: str, *, axis: int
+) -> dict[str, Any]:
+    line = _line(name, steps, [value] * len(steps), colour, axis=axis)
+    return line | {"line": {"color": colour, "dash": "dot", "width": 1.5}}
 
 
 def _causes(snap: Snapshot) -> list[dict[str, Any]]:
@@ -180,7 +182,7 @@ def _layout(snap: Snapshot) -> dict[str, Any]:
     assert snap.layout is not None
     places = {
         1: ("Loss", 0, 0), 2: ("Tokens per second", 1, 0), 3: ("Disk, GB/s", 0, 1),
-        4: ("Seconds a step, by cause", 1, 1), 5: ("In RAM, share of a layer's bytes", 0, 2),
+        4: ("Seconds a step, by cause (dotted: the plan)", 1, 1), 5: ("In RAM, share of a layer's bytes", 0, 2),
         6: ("Waiting for a layer, ms", 1, 2),
     }  # fmt: skip
     layout: dict[str, Any] = {
