@@ -63,7 +63,7 @@ def why_no_buttons(*, awaited: bool) -> str:
         )
     if not awaited:
         return (
-            "no buttons here: this frontend sends clicks to the busy cell; with %%megatrain train on the cell's first "
+            "no buttons here: clicks would wait for the busy cell; with %%megatrain train on the cell's first "
             f"line they answer; {_INSTEAD}"
         )
     return ""
