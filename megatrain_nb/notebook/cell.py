@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from IPython.core.error import UsageError
 
 from megatrain_nb.errors import SessionError
-from megatrain_nb.notebook.view import Tick, View, Watch
+from megatrain_nb.notebook.view import Tick, View, Watch, conclude
 from megatrain_nb.runtime.current import current_session
 
 if TYPE_CHECKING:
@@ -195,22 +195,9 @@ class Run:
 
     def _end(self, error: BaseException | None) -> None:
         """Note how the body ended, draw it in every view, and let go of the session."""
-        as_asked = error is None or isinstance(error, KeyboardInterrupt)
-        controls = self._watch.controls
-        if as_asked and self._stop_s is not None:
-            self._watch.end("interrupted")
-        elif as_asked and controls is not None and controls.was_stopped:
-            self._watch.end("stopped")
-        else:
-            self._watch.end("done" if error is None else "failed")
-        if self._watch.state == "failed" and self.in_background:
-            self._watch.note = f"{type(error).__name__}: {error}"
-        if controls is not None:
-            controls.reset()
-        for view in self._views:
-            view.finish()
+        asked = self._stop_s is not None
+        conclude(self._watch, self._views, error, interrupted=asked)
         self._views.clear()
-        self._watch.follow(None)
 
     def _result(self) -> object:
         error = self._body.error
@@ -230,7 +217,7 @@ class Run:
                 f"but the cell's code still runs, {STOP_WAIT_S:.0f} s later; it stops at the "
                 "next block of a model; if that never comes, restart the kernel"
             )
-        step = self._watch.snapshot().step
+        step = self._watch.step
         if self._num_handled > 1:
             return (
                 f"broken off after step {step}; the step in progress may be half done"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatrain_nb.notebook.causes import COLOURS, NAMES
 from megatrain_nb.notebook.layers import best_rate, map_rows, share_in_ram
 from megatrain_nb.notebook.pictures import BLUE, GREEN, GREY, ORANGE, RED, SKY
 
@@ -58,9 +59,11 @@ def figure_fields(snap: Snapshot) -> dict[str, Any]:
         traces.append(_line(name, steps, rates, colour, axis=3))
     best = best_rate(rows)
     if best:
-        line = _line("best seen", steps, [best / 1e9] * len(steps), GREY, axis=3)
-        traces.append(line | {"line": {"color": GREY, "dash": "dot", "width": 1}})
+        traces.append(_level("best seen", steps, best / 1e9, GREY, axis=3))
     traces += _causes(snap)
+    plan = sum(snap.layout.planned_seconds.values())
+    if plan:
+        traces.append(_level("plan", steps, plan, RED, axis=4))
     traces += _maps(snap)
     traces += _timeline(snap)
     return {"data": traces, "layout": _layout(snap)}
@@ -81,13 +84,18 @@ def _line(
     }
 
 
+def _level(
+    name: str, steps: list[int], value: float, colour: str, *, axis: int
+) -> dict[str, Any]:
+    line = _line(name, steps, [value] * len(steps), colour, axis=axis)
+    return line | {"line": {"color": colour, "dash": "dot", "width": 1.5}}
+
+
 def _causes(snap: Snapshot) -> list[dict[str, Any]]:
-    colours = {"compute": BLUE, "wait": ORANGE, "update": GREEN, "other": GREY}
-    names = {"wait": "waiting for disk", "update": "update not hidden"}
     return [
         {
             "type": "bar",
-            "name": names.get(cause, cause),
+            "name": NAMES[cause],
             "x": [row.step for row in snap.rows],
             "y": [
                 round(row.seconds.get(cause, 0.0) / row.count, 6) for row in snap.rows
@@ -97,7 +105,8 @@ def _causes(snap: Snapshot) -> list[dict[str, Any]]:
             "hovertemplate": "step %{x}: %{y:.3s}s",
             **_axes(4),
         }
-        for cause, colour in colours.items()
+        for cause, colour in COLOURS.items()
+        if any(row.seconds.get(cause) for row in snap.rows)
     ]
 
 
@@ -173,7 +182,7 @@ def _layout(snap: Snapshot) -> dict[str, Any]:
     assert snap.layout is not None
     places = {
         1: ("Loss", 0, 0), 2: ("Tokens per second", 1, 0), 3: ("Disk, GB/s", 0, 1),
-        4: ("Seconds a step, by cause", 1, 1), 5: ("In RAM, share of a layer's bytes", 0, 2),
+        4: ("Seconds a step, by cause (dotted: the plan)", 1, 1), 5: ("In RAM, share of a layer's bytes", 0, 2),
         6: ("Waiting for a layer, ms", 1, 2),
     }  # fmt: skip
     layout: dict[str, Any] = {

@@ -6,6 +6,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from megatrain_nb.notebook.causes import cause_bars, cause_legend
 from megatrain_nb.plan.report import (
     BOUNDS,
     FONT,
@@ -65,6 +66,7 @@ def plan_html(plan: Plan, *, advice: bool = True) -> str:
         f'<div style="{_HEAD}">Where every byte is, at the peak (the line is the limit)</div>{bars_html(plan)}'
         f'<div style="{_HEAD}">Layers, first to last: what stays in RAM</div>{strip_html(plan)}'
         f'<div style="{_HEAD}">One step, {format_seconds(plan.step_seconds)}</div>{timeline_html(plan)}'
+        f'<div style="{_HEAD}">Where its seconds go</div>{cause_bars(plan.seconds)}{cause_legend(plan.seconds)}'
         f'<div style="{_HEAD}">The same training, all in one memory</div>{conventional_html(plan)}'
         f"{_table(plan, advice=advice)}</div>"
     )

@@ -148,7 +148,7 @@ def prefetch(
         return ""
     parts = [(count / total, colour) for count, _, colour in counts]
     told = ", ".join(f"{int(count)} {name}" for count, name, _ in counts)
-    explained = [(c, f"{name} <b>{int(count)}</b>") for count, name, c in counts]
+    explained = [(c, f"{name} <b>{int(count):,}</b>") for count, name, c in counts]
     return (
         f"{title('Reads that were needed', f'{counts[0][0] / total:.1%} in time')}"
         f"{bar(parts, height=14, title=told)}{legend(explained)}{slowest(layout, rows)}"

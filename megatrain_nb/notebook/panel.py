@@ -37,13 +37,15 @@ class Panel:
         self.logging = widgets.BoundedIntText(
             description="Log every", min=0, max=10**9, layout=field
         )
-        self.logging.tooltip = "Steps between two log lines; 0 leaves it as it is"
+        self.logging.tooltip = "Steps between two log lines; 0 for what was given"
         self.rate = widgets.BoundedFloatText(
             value=1.0, description="LR factor", min=0.0, max=1e6, step=0.1, layout=field
         )
         self.rate.tooltip = "Factor on the learning rate, from the next step on"
         for each in (self.logging, self.rate):
             each.style.description_width = "68px"
+        self.logging.layout.display = "none"  # until somebody logs
+        self._told: tuple[float, int] = (1.0, 0)
         self.picture = widgets.HTML()
         self.row = widgets.HBox(
             [self.pause, self.stop, self.save, self.logging, self.rate],
@@ -56,18 +58,32 @@ class Panel:
         self.logging.observe(self._set_logging, "value")
         self.rate.observe(self._set_rate, "value")
 
-    def show(self, html: str, state: str) -> None:
-        """Draw a page, and say on the buttons what they would do now."""
+    def show(self, html: str, state: str, *, answers: bool = True) -> None:
+        """Draw a page, and say on the buttons what they would do now; grey while nobody ``answers``."""
         controls = self._watch.controls
+        silent = controls is None or not answers
         for each in (self.pause, self.save, self.logging, self.rate):
-            self._set(each, "disabled", controls is None)  # there is nobody to ask yet
+            self._set(each, "disabled", silent)
         paused = controls is not None and controls.paused
         self._set(self.pause, "description", "Resume" if paused else "Pause")
         self._set(self.pause, "icon", "play" if paused else "pause")
         stopping = state in ("finishing", "stopping")
         self._set(self.stop, "description", "Stopping" if stopping else "Stop")
-        self._set(self.stop, "disabled", stopping or controls is None)
+        self._set(self.stop, "disabled", stopping or silent)
+        if controls is not None:
+            self._show_fields(controls)
         self.picture.value = html
+
+    def _show_fields(self, controls: Controls) -> None:
+        """Show what is in force where that is news: a field that a person has just changed is left alone."""
+        usual = controls.usual_logging_steps
+        if usual is not None:
+            self._set(self.logging.layout, "display", None)
+        told = controls.lr_factor, controls.logging_steps or usual or 0
+        if told != self._told:
+            self._told = told
+            self._set(self.rate, "value", told[0])
+            self._set(self.logging, "value", told[1])
 
     def close(self) -> None:
         """Take every widget away, from the kernel as well."""
@@ -93,12 +109,16 @@ class Panel:
             self._watch.note = str(error)
 
     def _set_logging(self, change: Any) -> None:
-        steps = int(change["new"]) or None
-        self._ask(lambda controls: setattr(controls, "logging_steps", steps))
+        self._ask(lambda controls: _log_every(controls, int(change["new"])))
 
     def _set_rate(self, change: Any) -> None:
         factor = float(change["new"])
         self._ask(lambda controls: setattr(controls, "lr_factor", factor))
+
+
+def _log_every(controls: Controls, steps: int) -> None:
+    usual = steps in (0, controls.usual_logging_steps)
+    controls.logging_steps = None if usual else steps
 
 
 def _toggle(controls: Controls) -> None:

@@ -63,12 +63,16 @@ def legend(items: Iterable[tuple[str, str]], *, small: bool = False) -> str:
     return f'<div style="margin-top:5px;line-height:1.6{size}">{body}</div>'
 
 
-def _legend_item(colour: str, text: str) -> str:
+def key(colour: str, text: str) -> str:
+    """Return a coloured square and what it means."""
     return (
-        f'<span style="white-space:nowrap;margin-right:14px"><span style="display:'
-        f"inline-block;width:9px;height:9px;border-radius:2px;margin-right:5px;"
-        f'background-color:{colour}"></span>{text}</span> '
+        f'<span style="display:inline-block;width:9px;height:9px;border-radius:2px;margin-right:5px;'
+        f'background-color:{colour}"></span>{text}'
     )
+
+
+def _legend_item(colour: str, text: str) -> str:
+    return f'<span style="white-space:nowrap;margin-right:14px">{key(colour, text)}</span> '
 
 
 def between(*texts: str) -> str:

@@ -11,6 +11,7 @@ import html as _html
 import math
 from typing import TYPE_CHECKING
 
+from megatrain_nb.notebook.causes import cause_bars, cause_legend
 from megatrain_nb.notebook.layers import disk, layer_strip, maps, prefetch
 from megatrain_nb.notebook.parts import (
     MUTED,
@@ -19,7 +20,6 @@ from megatrain_nb.notebook.parts import (
     card,
     columns,
     image,
-    legend,
     number,
     table,
     title,
@@ -33,7 +33,7 @@ from megatrain_nb.notebook.pictures import (
     curves,
     svg_address,
 )
-from megatrain_nb.notebook.snapshot import NUM_RECENT
+from megatrain_nb.notebook.snapshot import ENDED, RECORDED
 from megatrain_nb.plan.report import FONT
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
@@ -41,12 +41,6 @@ if TYPE_CHECKING:
     from megatrain_nb.notebook.snapshot import Snapshot
     from megatrain_nb.runtime.status import TierStatus
 
-_CAUSES = {
-    "compute": ("compute", BLUE),
-    "wait": ("waiting for disk", ORANGE),
-    "update": ("update not hidden", GREEN),
-    "other": ("other (Python, data)", GREY),
-}
 _TIERS = {"device": "Device", "ram": "RAM", "disk": "Disk"}
 _STATES = {
     "waiting": ("starting", GREY),
@@ -103,10 +97,11 @@ def page(snap: Snapshot) -> str:
     body.append(columns(*lower))
     body.append(columns(*maps(snap.layout, snap.rows)))
     body.append(columns(disk(snap), _memory(snap)))
-    if snap.said:
-        body.append(
-            f'<div style="margin-top:10px;{MUTED}">{_html.escape(snap.said)}</div>'
-        )
+    body += [
+        f'<div style="margin-top:10px;{MUTED}">{said}</div>'
+        for said in (_html.escape(snap.said), _earlier(snap))
+        if said
+    ]
     return (
         f'<div style="max-width:1180px;box-sizing:border-box;margin:6px 3px;'
         f"padding:12px 16px 14px;border:1px solid {_EDGE};border-radius:8px;"
@@ -203,31 +198,35 @@ def _small_curve(snap: Snapshot, name: str, told: str) -> str:
 
 
 def _step_time(snap: Snapshot) -> str:
-    total = sum(snap.seconds.values())
+    took = snap.seconds
+    total = sum(took.values())
     if total <= 0:
         return ""
-    shares: dict[str, float] = dict.fromkeys(_CAUSES, 0.0)
-    for cause, seconds in snap.seconds.items():
-        shares[cause if cause in _CAUSES else "other"] += seconds
-    parts = [(s / total, _CAUSES[c][1]) for c, s in shares.items()]
-    told = ", ".join(f"{_CAUSES[c][0]} {s / total:.0%}" for c, s in shares.items())
-    explained = [
-        (
-            _CAUSES[cause][1],
-            f"{_CAUSES[cause][0]} <b>{format_seconds(seconds)}</b> "
-            f'<span style="{MUTED}">{seconds / total:.0%}</span>',
-        )
-        for cause, seconds in shares.items()
-    ]
+    planned = snap.layout.planned_seconds if snap.layout is not None else {}
+    plan = sum(planned.values())
+    value = f"{format_seconds(total)}, plan {format_seconds(plan)}" if plan else ""
     return (
-        f"{title('Where a step&#39;s time goes')}{bar(parts, height=14, title=told)}"
-        f"{legend(explained)}{_bound(snap)}"
+        f"{title('Where a step&#39;s time goes', value)}{cause_bars(took, planned)}"
+        f"{cause_legend(took, planned)}{_bound(snap)}{_no_plan(snap)}"
+    )
+
+
+def _no_plan(snap: Snapshot) -> str:
+    """Say how a plan could stand beside what is measured, where this machine was never measured."""
+    if snap.layout is None or snap.probed is not None or snap.state in ENDED:
+        return ""
+    if snap.layout.planned_seconds or snap.state == RECORDED:
+        return ""
+    command = f'<span style="font-family:{_CODE_FONT}">%megatrain probe</span>'
+    return (
+        f'<div style="margin-top:4px;{MUTED}">What it should take stands here once {command} '
+        "has measured this machine.</div>"
     )
 
 
 def _bound(snap: Snapshot) -> str:
     """Say how near the last steps came to what the busiest resource allows."""
-    recent = snap.rows[-NUM_RECENT:]
+    recent = snap.recent
     least: dict[str, float] = {}
     for row in recent:
         for resource, seconds in row.least_seconds.items():
@@ -293,6 +292,15 @@ def _position(snap: Snapshot) -> str:
     if snap.total_steps:
         return f"Step {snap.num_done} of {snap.total_steps}"
     return f"Step {snap.step}"
+
+
+def _earlier(snap: Snapshot) -> str:
+    if not snap.earlier:
+        return ""
+    told = "; ".join(
+        f"{steps} steps, last loss {number(loss)}" for steps, loss in snap.earlier
+    )
+    return f"Trained before this: {told}"
 
 
 def _step_s(snap: Snapshot) -> float:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.residency import Now
     from megatrain_nb.runtime.status import TierStatus
 
-NUM_RECENT = 8  # what is said of the last steps is said of so many
+NUM_RECENT = 8  # what is said of the last steps is said of so many rows
 _NUM_TIMED = 32  # what passes between their ends tells when the end comes
 ENDED = ("done", "stopped", "interrupted", "failed")
 RECORDED = "recorded"
@@ -40,13 +40,15 @@ class Snapshot:
     layout, now
         The model's blocks, and where their bytes are; None if not known.
     rows
-        The steps, oldest first; at most 192 rows.
+        The steps of this training, oldest first; at most 192 rows.
     evaluations
-        Step and metrics of the last evaluations.
+        Step and metrics of its last evaluations.
     bandwidth
         The last minute, see `Recorder.bandwidth`.
     totals
-        Hits, late reads, misses, and bytes of the whole run.
+        Hits, late reads, misses, and bytes of this training.
+    earlier
+        Steps and last loss of trainings before it in the same cell or recording.
     probed
         Bytes/s that `megatrain_nb.probe` measured of this disk, read and written; None if it was not measured.
     last_step
@@ -67,6 +69,7 @@ class Snapshot:
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     bandwidth: list[tuple[float, float, float, float]] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=dict)
+    earlier: list[tuple[int, float]] = field(default_factory=list)
     probed: tuple[float, float] | None = None
     last_step: list[tuple[str, int, float, float]] = field(default_factory=list)
     said: str = ""
@@ -105,8 +108,8 @@ class Snapshot:
 
     @property
     def recent(self) -> list[StepRow]:
-        """The last eight rows of this training."""
-        return self._last(NUM_RECENT)
+        """The last eight rows."""
+        return self.rows[-NUM_RECENT:]
 
     @property
     def tokens_per_s(self) -> float:
@@ -129,7 +132,7 @@ class Snapshot:
     @property
     def left_s(self) -> float | None:
         """Estimated seconds to the end of this training; None if not known."""
-        timed = self._last(_NUM_TIMED)
+        timed = self.rows[-_NUM_TIMED:]
         if self.total_steps is None or not timed or self.state in (*ENDED, RECORDED):
             return None
         if len(timed) > 1:  # what passes between two ends counts evaluation, too
@@ -138,11 +141,6 @@ class Snapshot:
         else:
             each = timed[0].wall_s / timed[0].count
         return max(self.total_steps - self.num_done, 0) * each
-
-    def _last(self, count: int) -> list[StepRow]:
-        """Return the last rows, but none of a training before this one."""
-        count = min(count, self.num_done)
-        return self.rows[-count:] if count else []
 
     def __repr__(self) -> str:
         render = importlib.import_module("megatrain_nb.notebook.render")
@@ -159,6 +157,7 @@ def fill(snap: Snapshot, recorder: Recorder) -> Snapshot:
     snap.evaluations = list(recorder.evaluations)
     snap.bandwidth = recorder.bandwidth()
     snap.totals = dict(recorder.totals)
+    snap.earlier = list(recorder.earlier)
     if snap.state in (*ENDED, RECORDED):
         snap.last_step = recorder.last_step()
     return snap

@@ -6,9 +6,11 @@ import importlib
 import importlib.util
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain_nb.errors import ArgumentError
+from megatrain_nb.notebook.buttons import Subshells, why_no_buttons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +26,7 @@ MODES = ("auto", "widget", "html", "text", "none")
 _PERIOD_S = 0.25
 _TEXT_PERIOD_S, _TEXT_SHARE, _MAX_TEXT_PERIOD_S = 10.0, 0.02, 60.0
 _LINE_PERIOD_S = 1.0
-_FIRST_ANSWERS = 7  # ipykernel: messages of widgets are handled while a cell awaits
-_INSTEAD = (
-    "the kernel's interrupt stops it, and %%megatrain train --background has buttons"
-)
+_PATIENCE_S = 10.0  # a frontend takes less than one to make a subshell
 
 
 def check_mode(wanted: str | None, *, name: str) -> str:
@@ -71,25 +70,6 @@ def display_mode(shell: InteractiveShell, wanted: str | None = None) -> str:
     return "html"
 
 
-def why_no_buttons(*, awaited: bool) -> str:
-    """Say why buttons would not answer while a cell runs; empty where they do.
-
-    Parameters
-    ----------
-    awaited
-        The cell awaits its code, so that the kernel's loop goes on.
-    """
-    if not awaited:
-        return f"no buttons here: they need %%megatrain train on the cell's first line; {_INSTEAD}"
-    ipykernel = importlib.import_module("ipykernel")
-    if int(ipykernel.version_info[0]) < _FIRST_ANSWERS:
-        return (
-            f"no buttons here: ipykernel {ipykernel.__version__} answers only after the cell; "
-            f"ipykernel 7 answers at once; {_INSTEAD}"
-        )
-    return ""
-
-
 def open_surface(
     mode: str, watch: Watch, *, awaited: bool, returns: bool
 ) -> Callable[[], Surface] | None:
@@ -112,10 +92,11 @@ def open_surface(
     if mode == "html":
         return HtmlSurface
     hint = "" if returns else why_no_buttons(awaited=awaited)
-    if hint:
+    subshells = Subshells(current_shell())
+    if hint and not subshells.possible:
         return lambda: HtmlSurface(hint)
     importlib.import_module("megatrain_nb.notebook.panel")
-    return lambda: WidgetSurface(watch, reserve_chart=returns)
+    return lambda: WidgetSurface(watch, subshells, hint=hint, reserve_chart=returns)
 
 
 class Surface(Protocol):
@@ -217,12 +198,35 @@ class HtmlSurface:
 
 
 class WidgetSurface(HtmlSurface):
-    """The same below buttons; the widgets are gone when the run is."""
+    """The same below buttons; the widgets are gone when the run is.
 
-    def __init__(self, watch: Watch, *, reserve_chart: bool) -> None:
-        super().__init__()
+    Parameters
+    ----------
+    watch
+        Whom the buttons ask.
+    subshells
+        What may read clicks, see `megatrain_nb.notebook.buttons`.
+    hint
+        Why buttons do not answer unless a subshell reads them; empty where they do. If none is made in time, they go,
+        and the hint is shown.
+    reserve_chart
+        Make room for the chart at once.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        subshells: Subshells,
+        *,
+        hint: str = "",
+        reserve_chart: bool = False,
+    ) -> None:
+        super().__init__(hint)
         module = importlib.import_module("megatrain_nb.notebook.panel")
-        panel: Panel = module.Panel(watch)
+        self._subshells = subshells
+        self._context = subshells.context()
+        self._patience_ends_s = time.perf_counter() + _PATIENCE_S
+        panel: Panel = self._context.run(module.Panel, watch)
         self._panel: Panel | None = panel
         self._handle = _display(panel.box)
         if reserve_chart:  # a cell that has returned gets no new output
@@ -230,9 +234,15 @@ class WidgetSurface(HtmlSurface):
             self._chart = _put(None, empty)
 
     def show(self, snap: Snapshot) -> None:
-        """Draw below the buttons."""
-        if self._panel is not None:
-            self._panel.show(_render().page(snap), snap.state)
+        """Draw below the buttons; without them where nobody would read a click."""
+        answers = not self._hint or self._subshells.there()
+        if not answers and time.perf_counter() > self._patience_ends_s:
+            self._close()
+        if self._panel is None:
+            super().show(snap)
+            return
+        html = _render().page(snap)
+        self._context.run(self._panel.show, html, snap.state, answers=answers)
 
     def finish(self, snap: Snapshot) -> None:
         """Replace the widgets by the summary."""
@@ -246,7 +256,7 @@ class WidgetSurface(HtmlSurface):
 
     def _close(self) -> None:
         if self._panel is not None:
-            self._panel.close()
+            self._context.run(self._panel.close)
             self._panel = None
 
 

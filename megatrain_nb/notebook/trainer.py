@@ -12,7 +12,7 @@ from megatrain_nb.notebook.surface import (
     has_kernel,
     open_surface,
 )
-from megatrain_nb.notebook.view import IN_CELL, Tick, View, Watch
+from megatrain_nb.notebook.view import IN_CELL, Tick, View, Watch, conclude
 from megatrain_nb.runtime import trainer
 from megatrain_nb.runtime.claim import CLAIM
 
@@ -34,11 +34,10 @@ class Trainer(trainer.Trainer):
     args
         ``TrainingArguments`` as for transformers; what cannot be honoured is refused.
     display
-        How training is shown: ``"html"``, the live view, updated in place; ``"text"``, a line now and then;
-        ``"none"``, as transformers shows it; ``"auto"``, the live view in a notebook, unless
+        How training is shown: ``"widget"``, the live view with buttons; ``"html"``, the same without; ``"text"``, a
+        line now and then; ``"none"``, as transformers shows it; ``"auto"``, the live view in a notebook, unless
         ``TrainingArguments(disable_tqdm=True)`` asks for no progress display, and ``"none"`` elsewhere. None takes
-        MEGATRAIN_DISPLAY, or ``"auto"``. ``"widget"``, with buttons, needs a cell that begins with
-        ``%%megatrain train``; there the cell's view is the only one.
+        MEGATRAIN_DISPLAY, or ``"auto"``. In a cell that begins with ``%%megatrain`` the cell's view is the only one.
     **kwargs
         As for ``transformers.Trainer``, and ``fuse_micro_batches``, ``nonfinite``, ``dtype``: see
         `megatrain_nb.runtime.trainer.Trainer`.
@@ -97,18 +96,16 @@ def shown(session: Session, display: str | None, *, quiet: bool) -> Iterator[Non
         return True
 
     tick = Tick(refresh)
+    ended: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        asked = isinstance(error, KeyboardInterrupt)
-        watch.end("interrupted" if asked else "failed")
+        ended = error
         raise
-    else:
-        watch.end("stopped" if session.controls.was_stopped else "done")
     finally:
         tick.stop()
-        view.finish()
-        watch.follow(None)
+        asked = isinstance(ended, KeyboardInterrupt)
+        conclude(watch, [view], ended, interrupted=asked)
 
 
 def _mode(display: str | None, *, quiet: bool) -> str:

@@ -14,7 +14,7 @@ from megatrain_nb.errors import SessionError
 from megatrain_nb.notebook.snapshot import Snapshot, fill
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from megatrain_nb.notebook.surface import Surface
     from megatrain_nb.runtime.controls import Controls
@@ -86,10 +86,29 @@ class Watch:
             recording.follow(session, self.recorder)
             self._probed = _probed_disk(session)
 
-    def end(self, state: str) -> None:
-        """Note how the run ended; its time stands still."""
-        self.state = state
+    def end(self, error: BaseException | None, *, interrupted: bool) -> None:
+        """Note how the run ended; its time stands still, and requests that nobody obeyed are forgotten.
+
+        Parameters
+        ----------
+        error
+            What ended the code; None if nothing did.
+        interrupted
+            A person interrupted the kernel.
+        """
+        controls = self.controls
         self._end_s = time.perf_counter()
+        if error is not None and not isinstance(error, KeyboardInterrupt):
+            self.state = "failed"
+            self.note = f"{type(error).__name__}: {error}"
+        elif interrupted:
+            self.state = "interrupted"
+        elif controls is not None and controls.was_stopped:
+            self.state = "stopped"
+        else:
+            self.state = "done" if error is None else "interrupted"
+        if controls is not None:
+            controls.reset()
 
     @property
     def controls(self) -> Controls | None:
@@ -100,6 +119,11 @@ class Watch:
     def began(self) -> bool:
         """Whether something trains or has trained."""
         return self.recorder is not None and self.recorder.trains
+
+    @property
+    def step(self) -> int:
+        """The last complete step, as the model counts; 0 before the first."""
+        return self.recorder.step if self.recorder is not None else 0
 
     @property
     def elapsed_s(self) -> float:
@@ -197,6 +221,20 @@ class View:
             took = 0.0 if first else time.thread_time() - begin
             slow = min(took / _MAX_SHARE, _MAX_PERIOD_S)
             self._next_s = time.perf_counter() + max(self._surface.period_s, slow)
+
+
+def conclude(
+    watch: Watch,
+    views: Iterable[View],
+    error: BaseException | None,
+    *,
+    interrupted: bool,
+) -> None:
+    """Note how a run ended (see `Watch.end`), draw it in every view, and let go of the session."""
+    watch.end(error, interrupted=interrupted)
+    for view in views:
+        view.finish()
+    watch.follow(None)
 
 
 class Tick:

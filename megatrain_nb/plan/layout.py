@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from megatrain_nb.plan.model import ModelSpec
 
@@ -59,6 +59,8 @@ class Layout:
         Blocks compute in RAM: there is no other memory on a device.
     planned_bytes
         What a step reads from disk and writes to it, by the plan.
+    planned_seconds
+        How long it should take on this machine, by cause; empty where the machine was not measured.
     """
 
     model: str
@@ -69,6 +71,7 @@ class Layout:
     pieces: tuple[PieceLayout, ...]
     in_place: bool = True
     planned_bytes: tuple[int, int] = (0, 0)
+    planned_seconds: dict[str, float] = field(default_factory=dict, hash=False)
     _tables: dict[bool, list[list[int]]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -121,6 +124,7 @@ def make_layout(
     name: str,
     in_place: bool,
     planned_bytes: tuple[int, int],
+    planned_seconds: Mapping[str, float] | None = None,
 ) -> Layout:
     """Return the layout of a model.
 
@@ -148,4 +152,5 @@ def make_layout(
         pieces=tuple(pieces),
         in_place=in_place,
         planned_bytes=planned_bytes,
+        planned_seconds=dict(planned_seconds or {}),
     )

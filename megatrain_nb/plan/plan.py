@@ -8,12 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.activation import border_bytes, largest_kept_bytes
+from megatrain_nb.plan.causes import planned_seconds
 from megatrain_nb.plan.choices import spec_of
 from megatrain_nb.plan.device import tail_bytes
 from megatrain_nb.plan.logits import whole_logits_bytes
 from megatrain_nb.plan.own import ROUNDING_BYTES
-from megatrain_nb.plan.simulate import Simulation
-from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.plan.work import ModelWork, total_s
 
 if TYPE_CHECKING:
@@ -85,30 +84,19 @@ class Plan:
     @cached_property
     def simulated(self) -> Simulated:
         """One step in the middle of training, on the machine's figures."""
-        order = range(len(self.spec.blocks))
-        return Simulation(
-            self.spec,
-            self.residency,
-            order,
-            self.work.times(self.kept, io_cpu_s=self._io_cpu_s()),
-            self.machine,
-            self.trained,
-            self.stay,
-            on_disk=self.choices.on_disk,
-        ).run()
-
-    def _io_cpu_s(self) -> float:
-        """Return what a step's moving of bytes costs the cores, where the blocks compute on them."""
-        if not self.machine.in_place or not self.residency.disk_bytes:
-            return 0.0
-        traffic = step_traffic(
+        return self.work.simulate(
             self.spec,
             self.residency,
             range(len(self.spec.blocks)),
-            self.choices.on_disk,
+            kept=self.kept,
+            trained=self.trained,
+            stay=self.stay,
         )
-        moved = traffic.moved_bytes * self.machine.io_cpu_s_per_byte
-        return moved + traffic.packing_cpu_s
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of a step by cause, as a `StepResult` has them: see `plan.causes`."""
+        return planned_seconds(self.simulated, in_place=self.machine.in_place)
 
     @cached_property
     def least_seconds(self) -> dict[str, float]:

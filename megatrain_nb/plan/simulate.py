@@ -241,7 +241,8 @@ class Simulation:
             seconds += times.backward_s
         start = max(self._now, self._device)
         if not self._machine.in_place:
-            start = max(start, self._onload)
+            begin, start = start, max(start, self._onload)
+            self._note("WAIT", block.name, begin, start, lane="link")
         self._device = start + seconds
         # Where the device is another one than the host, the host goes on as soon as it has begun.
         self._now = self._device if self._machine.in_place else start
@@ -337,7 +338,8 @@ class Simulation:
     def _get(self, piece: str, pack: int) -> Job:
         """Start to read ``weights``, ``grads`` or ``states`` of a pack."""
         what = self._transfer(piece, pack, self._on_disk.unpack_seconds)
-        job, self._now = self._disk.get((piece, pack), what, self._now)
+        job, free_s = self._disk.get((piece, pack), what, self._now)
+        self._wait_until(free_s, f"{what.name} to be written")
         return job
 
     def _put(self, piece: str, pack: int, at_s: float = 0.0) -> None:

@@ -37,7 +37,8 @@ class Span:
     num_bytes
         Bytes moved; 0 where nothing moves.
     lane
-        Who did it: ``compute``, ``disk``, ``update``, ``link`` (copies to a device and from it).
+        Who did it: ``compute``, ``disk``, ``update``, ``link`` (copies to a device and from it). A ``WAIT`` on the
+        link's lane is a device that stands still until a copy is there; every other one is the host's.
     outcome
         Of a NEED: ``hit``, ``late`` or ``miss``; of a BEGIN: ``FORWARD`` or ``BACKWARD``; else empty.
     """

@@ -1,4 +1,4 @@
-"""What a model computes in a step on a machine, block by block, in seconds."""
+"""What a model computes in a step on a machine, block by block, in seconds; and the step that comes of it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.activation import block_work
 from megatrain_nb.plan.reserve import large_bytes
-from megatrain_nb.plan.simulate import BlockTimes
+from megatrain_nb.plan.simulate import BlockTimes, Simulation
+from megatrain_nb.plan.traffic import step_traffic
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from megatrain_nb.plan.choices import Choices
     from megatrain_nb.plan.machine import Machine
+    from megatrain_nb.plan.memory import Residency
+    from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.plan.shape import Part, Shape
+    from megatrain_nb.plan.simulate import Simulated
 
 # On a CPU: what a call costs however few tokens it has (Python, torch's dispatch). Measured (docs/forecast.md).
 _FORWARD_CALL_S, _BACKWARD_CALL_S = 1.5e-3, 3.5e-3
@@ -58,6 +62,36 @@ class ModelWork:
             BlockTimes(t.forward_s * factor, t.again_s * factor, t.backward_s * factor)
             for t in found
         ]
+
+    def simulate(
+        self,
+        spec: ModelSpec,
+        residency: Residency,
+        order: Sequence[int],
+        *,
+        kept: frozenset[int],
+        trained: frozenset[int],
+        stay: frozenset[int] = frozenset(),
+    ) -> Simulated:
+        """Return one step in the middle of training.
+
+        Parameters
+        ----------
+        spec, residency, order, trained, stay
+            As for `Simulation`.
+        kept
+            Blocks that keep their activations.
+        """
+        machine, on_disk = self._machine, self._choices.on_disk
+        io_cpu_s = 0.0
+        if machine.in_place and residency.disk_bytes:  # blocks compute on the cores
+            traffic = step_traffic(spec, residency, order, on_disk)
+            moved = traffic.moved_bytes * machine.io_cpu_s_per_byte
+            io_cpu_s = moved + traffic.packing_cpu_s
+        times = self.times(kept, io_cpu_s=io_cpu_s)
+        return Simulation(
+            spec, residency, order, times, machine, trained, stay, on_disk=on_disk
+        ).run()
 
     def _measure(self, part: Part) -> tuple[float, float]:
         """Return the seconds of forward and of backward for a whole window."""

@@ -29,7 +29,8 @@ class StepResult:
     seconds
         Wall seconds by cause: ``compute``, ``wait`` (for disk), ``update`` (optimizer), ``other``;
         their sum is the step's wall time.
-        On a device with memory of its own ``compute`` is what waiting and update do not hide of its computing.
+        On a device with memory of its own ``compute`` is what waiting and update do not hide of its computing, and
+        ``link`` what of the time that it waited for copies is left besides.
     read_bytes, written_bytes
         Bytes moved between RAM and disk in this step.
     onloaded_bytes, offloaded_bytes

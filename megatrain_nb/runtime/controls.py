@@ -25,6 +25,8 @@ class Controls:
         Where `save` writes when it is not told: a folder ``step-000012`` in here.
     was_stopped
         Whether `stop` was called since whoever waits for the training set this to False.
+    usual_logging_steps
+        Steps between two log lines where nothing is asked for; None where nobody writes any.
 
     Notes
     -----
@@ -35,6 +37,7 @@ class Controls:
     def __init__(self) -> None:
         self.save_dir = Path("megatrain-saved")
         self.was_stopped = False
+        self.usual_logging_steps: int | None = None
         self._changed = threading.Condition()
         self._paused = False
         self._stopping = False

@@ -1,4 +1,4 @@
-"""What a session has spent so far, where a step's time went, and the least that it takes on each resource."""
+"""What a session has spent so far, and the least that a step takes on each resource."""
 
 from __future__ import annotations
 
@@ -26,29 +26,7 @@ def running_totals(session: Session) -> dict[str, float]:
         "onloaded": float(device.onloaded.num_bytes),
         "offloaded": float(device.offloaded.num_bytes),
         "link": device.onloaded.seconds + device.offloaded.seconds,
-    }
-
-
-def seconds_by_cause(spent: Mapping[str, float], *, in_place: bool) -> dict[str, float]:
-    """Return the wall seconds of a step by cause.
-
-    Parameters
-    ----------
-    spent
-        What `running_totals` counted in the step.
-    in_place
-        The host computes; else the device does while the host waits and updates, and only what these leave of
-        the time is the computing's own.
-    """
-    left = spent["now"] - spent["wait"] - spent["update"]
-    compute = spent["compute"]
-    if not in_place:
-        compute = max(0.0, min(compute, left))
-    return {
-        "compute": compute,
-        "wait": spent["wait"],
-        "update": spent["update"],
-        "other": max(0.0, left - compute),
+        "stall": device.stall_seconds,
     }
 
 

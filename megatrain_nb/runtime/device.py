@@ -27,6 +27,8 @@ class Device(Protocol):
         Blocks compute on the host's memory.
     compute_seconds
         Time that the device has computed so far; 0.0 where the host knows it, being the one that computes.
+    stall_seconds
+        Time that it has waited for copies so far.
     onloaded, offloaded
         What was copied to the device and from it so far.
     exhausted
@@ -36,6 +38,7 @@ class Device(Protocol):
     torch_device: torch.device
     in_place: bool
     compute_seconds: float
+    stall_seconds: float
     onloaded: Link
     offloaded: Link
     exhausted: bool
@@ -103,6 +106,7 @@ class HostDevice:
     in_place = True
     peak_bytes = 0
     compute_seconds = 0.0
+    stall_seconds = 0.0
     limit_bytes: int | None = None
     exhausted = False
 

@@ -47,7 +47,7 @@ class Foresight:
     Attributes
     ----------
     window
-        The last one that was looked at; of a plain loop, one micro-batch.
+        The largest that was looked at; of a plain loop, one micro-batch.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,15 @@ class Foresight:
     def note(
         self, given: tuple[tuple[Any, ...], Mapping[str, Any]], accumulation: int
     ) -> Window | None:
-        """Return the window of such a call, and remember it; None if nobody knows its size."""
+        """Return the window of such a call, and remember the largest; None if nobody knows its size."""
         size = _rows_and_length((*given[1].values(), *given[0]))
         if size is None:
             return None
         batch, seq_len = size
-        self.window = Window(batch=batch, seq_len=seq_len, accumulation=accumulation)
-        return self.window
+        window = Window(batch=batch, seq_len=seq_len, accumulation=accumulation)
+        if self.window is None or window.tokens > self.window.tokens:
+            self.window = window
+        return window
 
     def shape(self, model: nn.Module, layers: Layers) -> Shape:
         """Return the model's shape."""

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.codec.choice import Compression
 from megatrain_nb.codec.names import MOMENTS, WEIGHTS
+from megatrain_nb.plan.activation import Window
 from megatrain_nb.plan.choices import Choices, spec_of
 from megatrain_nb.plan.device import DevicePlan
 from megatrain_nb.plan.machine import Machine, nominal
 from megatrain_nb.plan.planner import Decided, make_plan
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.forecast import read_cache
+from megatrain_nb.runtime.fuse import MAX_TOKENS
 from megatrain_nb.runtime.piece import What
 
 if TYPE_CHECKING:
-    from megatrain_nb.plan.activation import Window
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.plan.plan import Plan
     from megatrain_nb.plan.shape import Shape
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.session import Session
 
 _LINK_GB_PER_S = 12.0
+# Without these figures of a probe no seconds are told.
+_MEASURED = ("fp32_rates", "read_bytes_per_s", "update_params_per_s")
 
 
 def plan_in_force(offloaded: OffloadedModel) -> Plan | None:
@@ -43,6 +46,17 @@ def plan_in_force(offloaded: OffloadedModel) -> Plan | None:
     session = offloaded.session
     machine = _probed(session) or _assumed(session)
     return make_plan(run[0], machine, run[1], decided)
+
+
+def expected_seconds(offloaded: OffloadedModel) -> dict[str, float]:
+    """Return how long a step by that plan should take, by cause (see `plan.causes`); empty where nobody can tell."""
+    machine, order = _probed(offloaded.session), offloaded.executor.expected_order()
+    if machine is None or machine.assumed.intersection(_MEASURED):
+        return {}
+    if sorted(order) != list(range(len(offloaded.layers.spec.blocks))):
+        return {}  # a block that computes twice: its time is not known
+    plan = plan_in_force(offloaded)
+    return {} if plan is None else plan.seconds
 
 
 def forecast_of(offloaded: OffloadedModel) -> Plan | None:
@@ -73,7 +87,7 @@ def _choices(offloaded: OffloadedModel, window: Window) -> Choices:
     trained = {home.spec.name for param, home in homes.items() if param.requires_grad}
     packed = {WEIGHTS: What.WEIGHTS, MOMENTS: What.EXP_AVG}
     return Choices(
-        window=window,
+        window=window if offloaded.fusing is None else _fused(window),
         bf16=any(pack.split for pack in spec.packs),
         compression=session.compression,
         packed=frozenset(k for k, what in packed.items() if what in session.packed),
@@ -82,6 +96,17 @@ def _choices(offloaded: OffloadedModel, window: Window) -> Choices:
         max_disk_bytes=session.max_disk_bytes,
         max_tail_bytes=session.max_tail_bytes,
         trainable=() if len(trained) == len(params) else tuple(sorted(trained)),
+    )
+
+
+def _fused(window: Window) -> Window:
+    """Return the window as blocks see it where micro-batches pass them together."""
+    together = max(1, MAX_TOKENS // (window.batch * window.seq_len))
+    together = min(together, window.accumulation)
+    return Window(
+        batch=window.batch * together,
+        seq_len=window.seq_len,
+        accumulation=-(-window.accumulation // together),
     )
 
 

@@ -27,7 +27,7 @@ from megatrain_nb.plan.reserve import (
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.foresee import Foresight
-from megatrain_nb.runtime.inforce import forecast_of
+from megatrain_nb.runtime.inforce import expected_seconds, forecast_of
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class ModelMemory:
         self._keep_first = self._keep_by_plan = False
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
+        self._told: tuple[object, ...] | None = None
+        self._planned: dict[str, float] = {}
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -129,7 +131,29 @@ class ModelMemory:
             name=offloaded.name,
             in_place=self._session.device.in_place,
             planned_bytes=(traffic.read_bytes, traffic.written_bytes),
+            planned_seconds=self._planned_seconds(),
         )
+
+    def tell(self) -> None:
+        """As a window begins: tell who listens of a plan that is another one than was told last."""
+        if self._session.callbacks and self._told != self._planned_for():
+            layout = self.layout()
+            for callback in self._session.callbacks:
+                callback.on_layout(layout)
+
+    def _planned_for(self) -> tuple[object, ...]:
+        """Return what decides how long a step should take."""
+        executor = self._offloaded.executor
+        order = executor.expected_order()
+        kept = frozenset(block for block in order if executor.keeping.wants(block))
+        return self.residency, self.foresight.window, order, kept, executor.stay
+
+    def _planned_seconds(self) -> dict[str, float]:
+        decides = self._planned_for()
+        if decides != self._told or not self._planned:
+            self._told = decides
+            self._planned = expected_seconds(self._offloaded)
+        return self._planned
 
     def room_bytes(self) -> int:
         """Return what the budgets have for the model's own tensors where its blocks compute, in bytes."""

@@ -284,6 +284,7 @@ class OffloadedModel:
             self.steps.begin()
             if self.executor.window is not None:
                 self.memory.foresee(args, kwargs, self.executor.window.num_batches)
+                self.memory.tell()
             else:
                 self.memory.foresight.note((args, kwargs), accumulation=1)
 

@@ -28,6 +28,7 @@ BIN_S = 0.5
 NUM_BINS = 120
 
 _MAX_INTERVALS = 20_000
+_MAX_EARLIER = 8
 
 
 class Recorder(Callback):
@@ -49,23 +50,30 @@ class Recorder(Callback):
     layout
         The model that trains; None before the first.
     history
-        All steps so far.
+        The steps of this training so far.
     evaluations
-        Step and metrics of the last 200 evaluations.
+        Step and metrics of its last 200 evaluations.
     spans
         The last 20,000 spans.
     totals
-        ``hit``, ``late``, ``miss``, ``stall_s``, ``read_bytes`` and ``written_bytes`` of the whole run, also outside
+        ``hit``, ``late``, ``miss``, ``stall_s``, ``read_bytes`` and ``written_bytes`` of this training, also outside
         of steps.
     trains
         Whether training has begun: someone said so, or a backward did.
     total_steps
-        Of the training in progress, or the last; None if it did not say.
+        Of this training; None if it did not say.
     num_done
         Steps of this training so far.
+    step
+        The last complete step, as the model counts, of whichever training; 0 before the first.
+    earlier
+        Steps and last loss of the last 8 trainings before it.
 
     Notes
     -----
+    *This training* is the one in progress, or the last; a step after the end of one begins another. What two trainings
+    did is never added up.
+
     ``on_span`` takes some microseconds under a lock that nobody holds for long. Any thread may call any method.
     """
 
@@ -83,13 +91,12 @@ class Recorder(Callback):
             maxlen=MAX_EVALUATIONS
         )
         self.spans: deque[Span] = deque(maxlen=MAX_SPANS)
-        self.totals: dict[str, float] = dict.fromkeys(
-            (*OUTCOMES, "stall_s", "read_bytes", "written_bytes"), 0
-        )
+        self.totals = _no_totals()
         self.bins: deque[list[float]] = deque(maxlen=NUM_BINS)
         self.trains = False
         self.total_steps: int | None = None
-        self.num_done = 0
+        self.num_done = self.step = 0
+        self.earlier: deque[tuple[int, float]] = deque(maxlen=_MAX_EARLIER)
         self.begin_s = clock()
         self._clock = clock
         self._write = write
@@ -97,6 +104,7 @@ class Recorder(Callback):
         self._tiers = tiers
         self._lock = threading.RLock()
         self._computing: tuple[int, str] | None = None
+        self._is_over = False
         self._notes: dict[str, Callable[[Span], None]] = {
             "READ": self._read,
             "WRITE": self._written,
@@ -125,10 +133,10 @@ class Recorder(Callback):
                 self._tell("layout", layout.to_json())
 
     def on_train_begin(self, total_steps: int | None) -> None:
-        """Note that training starts; what was folded before stays."""
+        """Note that training starts: what is folded from now on is its own."""
         with self._lock:
             self.trains = True
-            self.total_steps, self.num_done = total_steps, 0
+            self._start_training(total_steps)
         self._tell("begin", {"total_steps": total_steps, "t": self._elapsed()})
 
     def on_span(self, span: Span) -> None:
@@ -145,14 +153,22 @@ class Recorder(Callback):
         """Close the row of a step."""
         with self._lock:
             row = self._row(result)
-            self.history.append(row)
-            self.trains = True
-            self.num_done += 1
+            self.add(row)
             if self._write is not None:
                 fields = row.to_json()
                 if self._tiers is not None:
                     fields["tiers"] = self._tiers()
                 self._tell("step", fields)
+
+    def add(self, row: StepRow) -> None:
+        """Take a row in that is complete."""
+        with self._lock:
+            if self._is_over:
+                self._start_training(None)
+            self.history.append(row)
+            self.trains = True
+            self.num_done += row.count
+            self.step = row.step
 
     def on_evaluate(self, step: int, metrics: dict[str, float]) -> None:
         """Take the result of an evaluation in."""
@@ -164,6 +180,7 @@ class Recorder(Callback):
         """Note that nothing computes any more."""
         with self._lock:
             self._computing = None
+            self._is_over = True
             for block in range(self._residency.num_blocks):
                 self._residency.set_device(block, self._clock(), there=False)
             self._tell("end", {"t": self._elapsed(), "totals": dict(self.totals)})
@@ -297,6 +314,17 @@ class Recorder(Callback):
             self.bins.append([index, 0, 0, 0])
         self.bins[-1][lane] += num_bytes
 
+    # -- inside: trainings --------------------------------------------------------------------------------
+
+    def _start_training(self, total_steps: int | None) -> None:
+        if self.num_done:
+            self.earlier.append((self.num_done, self.rows()[-1].loss))
+        self.total_steps, self.num_done = total_steps, 0
+        self.history = History()
+        self.evaluations.clear()
+        self.totals = _no_totals()
+        self._is_over = False
+
     # -- inside: rows ------------------------------------------------------------------------------------
 
     def _start_row(self) -> None:
@@ -342,6 +370,10 @@ class Recorder(Callback):
     def _tell(self, kind: str, fields: dict[str, Any]) -> None:
         if self._write is not None:
             self._write({kind: fields})
+
+
+def _no_totals() -> dict[str, float]:
+    return dict.fromkeys((*OUTCOMES, "stall_s", "read_bytes", "written_bytes"), 0.0)
 
 
 def busy_s(intervals: list[tuple[float, float]]) -> float:

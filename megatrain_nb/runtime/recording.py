@@ -188,6 +188,7 @@ def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> No
     if kind == "layout":
         recorder.on_layout(Layout.from_json(fields))
     elif kind == "begin":
+        found.ended = False
         recorder.on_train_begin(fields["total_steps"])
     elif kind == "evaluate":
         recorder.on_evaluate(fields["step"], fields["metrics"])
@@ -195,13 +196,13 @@ def _take(found: Replayed, number: int, kind: str, fields: dict[str, Any]) -> No
         recorder.spans.append(Span(**fields))
     elif kind == "end":
         found.ended = True
+        recorder.on_train_end()
         recorder.totals.update(fields["totals"])
     elif kind == "step":
         tiers = fields.pop("tiers", {})
         found.tiers = {name: TierStatus(*each) for name, each in tiers.items()}
         row = StepRow.from_json(fields)
-        recorder.history.append(row)
-        recorder.num_done += row.count
+        recorder.add(row)
         for name, values in (
             ("hit", row.hits), ("late", row.late), ("miss", row.misses), ("stall_s", row.stall_s),
         ):  # fmt: skip

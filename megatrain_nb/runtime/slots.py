@@ -31,6 +31,7 @@ _Format = tuple[int, torch.dtype]  # elements, and what they are
 
 # What a copy must at least be for its rate to count: below, the time to start it does.
 _RATE_BYTES = 64 << 10
+_STALL = "STALL"  # the compute lane waits for a copy
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +97,8 @@ class SlotDevice:
     ----------
     compute_seconds
         Time of the compute lane inside `since` so far, as far as it is known.
+    stall_seconds
+        Time that it has waited for copies so far, as far as it is known.
     onloaded, offloaded
         What the copy lanes did so far.
     exhausted
@@ -115,7 +118,7 @@ class SlotDevice:
     ) -> None:
         self.torch_device = torch_device
         self.lanes: Lanes = lanes if lanes is not None else ThreadLanes(late=poison)
-        self.compute_seconds = 0.0
+        self.compute_seconds = self.stall_seconds = 0.0
         self.onloaded, self.offloaded = Link(), Link()
         self.exhausted = False
         self._max_bytes = max_bytes
@@ -143,7 +146,9 @@ class SlotDevice:
     def ready(self, slot: Slot) -> Tensor:
         """Return a slot's values; what computes from now on waits until they are there."""
         assert slot.busy is not None
+        begin = self.lanes.begin()
         self.lanes.compute_waits(slot.busy)
+        self.since(begin, _STALL)
         return slot.flat
 
     def release(self, slot: Slot) -> None:
@@ -244,6 +249,9 @@ class SlotDevice:
             seconds = max(0.0, end_s - begin_s)
             if not kind:
                 self.compute_seconds += seconds
+                continue
+            if kind == _STALL:
+                self.stall_seconds += seconds
                 continue
             lane = "link" if num_bytes else "compute"
             if num_bytes:

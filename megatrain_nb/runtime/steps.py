@@ -6,8 +6,9 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megatrain_nb.plan.causes import seconds_by_cause
 from megatrain_nb.runtime.callbacks import StepResult
-from megatrain_nb.runtime.costs import least_seconds, running_totals, seconds_by_cause
+from megatrain_nb.runtime.costs import least_seconds, running_totals
 from megatrain_nb.runtime.export import save_pretrained
 
 if TYPE_CHECKING:

@@ -501,6 +501,7 @@ class _Reports(transformers.TrainerCallback):
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
         self._trainer._progress.begin()
+        self._trainer.session.controls.usual_logging_steps = state.logging_steps
         self._trainer.session.saved.num_steps = state.max_steps
         self._trainer.session.saved.after_each_step = True
         for callback in self._trainer.session.callbacks:
@@ -514,8 +515,7 @@ class _Reports(transformers.TrainerCallback):
             # As after the last step of all: a run that is to go on can.
             if args.save_strategy == SaveStrategy.STEPS:
                 control.should_save = True
-        if controls.logging_steps is not None:
-            state.logging_steps = controls.logging_steps
+        state.logging_steps = controls.logging_steps or controls.usual_logging_steps
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         found = kwargs.get("metrics") or {}

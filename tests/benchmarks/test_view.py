@@ -14,6 +14,7 @@ import megatrain_nb as mt
 from megatrain_nb.notebook.render import page
 from megatrain_nb.notebook.view import View, Watch
 from megatrain_nb.runtime.recorder import Recorder
+from tests.notebook.test_kernel import Kernel, of_type
 from tests.notebook.test_pictures import full_snapshot
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ PAIRS = 8
 @pytest.mark.parametrize("blocks", MAX_DRAW_S)
 @pytest.mark.usefixtures("benchmarking")
 def test_drawing(blocks: int) -> None:
-    """CPU time of building the page; what the widget's message adds is measured in the browser."""
+    """CPU time of building the page."""
     snap = full_snapshot(blocks, count=64)
     taken = []
     for _ in range(50):
@@ -41,6 +42,57 @@ def test_drawing(blocks: int) -> None:
         f"{len(html) / 1e3:.0f} kB"
     )
     assert median(taken) <= MAX_DRAW_S[blocks]
+
+
+REDRAW = """
+import time
+from megatrain_nb.notebook.buttons import Subshells
+from megatrain_nb.notebook.snapshot import Snapshot, fill
+from megatrain_nb.notebook.surface import WidgetSurface
+from megatrain_nb.notebook.view import Watch
+from megatrain_nb.runtime.recorder import Recorder
+from tests.notebook.test_pictures import full_snapshot
+
+def redraw(blocks, count=60, draws=True):
+    drawn, recorder = full_snapshot(blocks, count=64), Recorder()
+    recorder.on_layout(drawn.layout)
+    for row in drawn.rows:
+        recorder.add(row)
+    surface = WidgetSurface(Watch(shown=True), Subshells(get_ipython()))
+    begin = time.process_time()
+    for index in range(count):
+        if draws:
+            snap = fill(Snapshot(state="training", elapsed_s=index), recorder)
+            surface.show(snap)
+        time.sleep(0.02)
+    took = time.process_time() - begin
+    surface.clear()
+    return took / count
+"""
+
+
+@pytest.mark.usefixtures("benchmarking")
+def test_redrawing_in_a_kernel() -> None:
+    """CPU time of the whole kernel for one redraw: the numbers, the page, the widget, its message on the wire."""
+    kernel = Kernel()
+    took = {}
+    try:
+        kernel.run(REDRAW)
+        for blocks in MAX_DRAW_S:
+            kernel.run(f"redraw({blocks})")
+            code = f"redraw({blocks}) - redraw({blocks}, draws=False)"
+            _, messages = kernel.run(code)
+            result = of_type(messages, "execute_result")[0]["data"]["text/plain"]
+            took[blocks] = float(result)
+    finally:
+        kernel.client.stop_channels()
+        kernel.manager.shutdown_kernel(now=True)
+        kernel.manager.cleanup_resources()
+    for blocks, seconds in took.items():
+        print(
+            f"\none redraw in a kernel, {blocks} blocks: {seconds * 1e3:.2f} ms of CPU"
+        )
+    assert all(seconds <= MAX_DRAW_S[blocks] for blocks, seconds in took.items())
 
 
 class Surface:

@@ -214,6 +214,107 @@ def test_a_second_interrupt_breaks_off(kernel: Kernel) -> None:
     assert reply["status"] == "ok"
 
 
+SHOWN = """
+from megatrain_nb.notebook.trainer import shown
+
+def train_plainly(*args, **options):
+    with shown(s, "widget", quiet=False):
+        s.train(*args, **options)
+"""
+
+
+def make_subshell(kernel: Kernel) -> str:
+    """Ask for a subshell, as JupyterLab does for a notebook's widgets."""
+    session = kernel.client.session
+    request = session.msg("create_subshell_request", {})
+    kernel.client.control_channel.send(request)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        reply = kernel.client.get_control_msg(timeout=10)
+        if reply["parent_header"].get("msg_id") == request["header"]["msg_id"]:
+            return str(reply["content"]["subshell_id"])
+    raise TimeoutError
+
+
+def find_button(kernel: Kernel, description: str) -> str:
+    """Return the comm of a button that is drawn now, for no cell's request."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            message = kernel.client.get_iopub_msg(timeout=1)
+        except Empty:
+            continue
+        if message["msg_type"] == "comm_open":
+            state = message["content"]["data"]["state"]
+            if state.get("description") == description:
+                assert message["parent_header"] == {}
+                return str(message["content"]["comm_id"])
+    raise TimeoutError
+
+
+def click(kernel: Kernel, button: str, subshell: str) -> None:
+    data = {"method": "custom", "content": {"event": "click"}}
+    message = kernel.client.session.msg("comm_msg", {"comm_id": button, "data": data})
+    message["header"]["subshell_id"] = subshell
+    kernel.client.shell_channel.send(message)
+
+
+def test_buttons_of_a_plain_cell_answer_through_a_subshell(kernel: Kernel) -> None:
+    """The cell keeps the kernel's main thread busy from its first line to its last."""
+    pytest.importorskip("ipywidgets")
+    kernel.run(SHOWN)
+    subshell = make_subshell(kernel)
+    kernel.run("clicked = []\nstop = s.controls.stop")
+    kernel.run("s.controls.stop = lambda: (clicked.append(s.step), stop())")
+    msg_id = kernel.start("train_plainly(3000, seconds=0.02)")
+    button = find_button(kernel, "Stop")
+    time.sleep(0.5)
+    click(kernel, button, subshell)
+    reply, messages = kernel.finish(msg_id)
+    assert reply["status"] == "ok"
+    shown = [m["content"]["data"] for m in messages if is_view(m)]
+    assert any("(stopped, as asked" in data["text/plain"] for data in shown)
+    result = "len(clicked), s.step - clicked[0] <= 1, s.controls.stopping"
+    _, messages = kernel.run(f"s.controls.stop = stop\n{result}")
+    found = of_type(messages, "execute_result")[0]["data"]["text/plain"]
+    assert found == "(1, True, False)"
+
+
+def test_twenty_cells_with_buttons_leave_nothing(kernel: Kernel) -> None:
+    """Neither comms nor threads nor memory, of plain cells and of ``%%megatrain`` cells."""
+    pytest.importorskip("ipywidgets")
+    kernel.run(SHOWN)
+    kernel.run(
+        "import gc, os, threading, tracemalloc\nfrom comm import get_comm_manager\n"
+        "os.environ['MEGATRAIN_DISPLAY'] = 'widget'\n"
+        "def left():\n"
+        "    gc.collect()\n"
+        "    return len(get_comm_manager().comms), threading.active_count(), tracemalloc.get_traced_memory()[0]"
+    )
+
+    def train() -> None:
+        for code in ("train_plainly(3)", "%%megatrain train\ns.train(3);"):
+            assert kernel.run(code)[0]["status"] == "ok"
+
+    train()
+    kernel.run("tracemalloc.start()")
+    train()
+    kernel.run("before = left()")
+    for _ in range(20):
+        train()
+    kernel.run(
+        "after = left(); tracemalloc.stop(); del os.environ['MEGATRAIN_DISPLAY']"
+    )
+    _, messages = kernel.run(
+        "after[0] - before[0], after[1] - before[1], after[2] - before[2]"
+    )
+    comms, threads, grown = eval(
+        of_type(messages, "execute_result")[0]["data"]["text/plain"]
+    )
+    assert (comms, threads) == (0, 0)
+    assert grown < 40 * 10_000  # IPython keeps each cell's code: some kB
+
+
 @pytest.mark.parametrize("outer", ["capture", "time"])
 def test_inside_another_cell_magic(kernel: Kernel, outer: str) -> None:
     reply, messages = kernel.run(f"%%{outer}\n%%megatrain\nprint('inner')\ny = 42")

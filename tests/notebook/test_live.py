@@ -6,19 +6,21 @@ import gc
 import json
 import threading
 import time
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import megatrain_nb as mt
 from megatrain_nb.notebook import chart
+from megatrain_nb.notebook.buttons import Subshells, why_no_buttons
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.notebook.surface import (
     TextSurface,
     WidgetSurface,
     display_mode,
     open_surface,
-    why_no_buttons,
 )
 from megatrain_nb.notebook.view import Watch
 from megatrain_nb.runtime.callbacks import StepResult
@@ -53,7 +55,7 @@ def watch(shell: Any, fake: types.ModuleType) -> Watch:
 
 
 def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
-    surface = WidgetSurface(watch, reserve_chart=False)
+    surface = WidgetSurface(watch, Subshells(None))
     panel: Any = surface._panel
     controls: Any = watch.controls
     panel.pause.click()
@@ -76,6 +78,28 @@ def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
     surface.show(watch.snapshot())
     assert panel.stop.disabled
     surface.finish(watch.snapshot())
+    watch.follow(None)
+
+
+def test_fields_show_what_is_in_force(watch: Watch) -> None:
+    surface = WidgetSurface(watch, Subshells(None))
+    panel: Any = surface._panel
+    controls: Any = watch.controls
+    controls.lr_factor = 0.25  # of an earlier training, or from another cell
+    surface.show(watch.snapshot())
+    assert panel.rate.value == 0.25
+    assert panel.logging.layout.display == "none"  # nobody logs in a plain loop
+    controls.usual_logging_steps = 500
+    surface.show(watch.snapshot())
+    assert panel.logging.layout.display is None
+    seen = []
+    for asked in (None, 5, 500):  # None: shown, and not asked for
+        if asked:
+            panel.logging.value = asked
+        surface.show(watch.snapshot())
+        seen.append((panel.logging.value, controls.logging_steps))
+    assert seen == [(500, None), (5, 5), (500, None)]
+    surface.clear()
     watch.follow(None)
 
 
@@ -184,7 +208,7 @@ def test_a_second_session_begins_anew(
 
 def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
     watch = Watch(shown=True)
-    surface = WidgetSurface(watch, reserve_chart=False)
+    surface = WidgetSurface(watch, Subshells(None))
     panel: Any = surface._panel
     surface.show(watch.snapshot())
     assert panel.pause.disabled
@@ -214,6 +238,82 @@ def test_why_there_are_no_buttons(
     pages = [output["data"]["text/html"] for output in shell.display_pub.outputs]
     assert "no buttons here" in pages[0]
     assert "no buttons here" not in pages[-1]  # it is over: nothing to press
+
+
+def make_kernel(subshells: list[str], **more: Any) -> Any:
+    manager = SimpleNamespace(list_subshell=lambda: subshells)
+    channel = SimpleNamespace(manager=manager)
+    return SimpleNamespace(kernel=SimpleNamespace(shell_channel_thread=channel, **more))
+
+
+def test_widgets_are_drawn_for_no_request() -> None:
+    request: ContextVar[dict[str, str]] = ContextVar("request")
+    request.set({"header": "of the busy cell"})
+    subshells = Subshells(make_kernel(["1"], _shell_parent=request))
+    assert subshells.possible
+    assert subshells.there()
+    assert subshells.context().run(request.get) == {}
+    assert request.get() == {"header": "of the busy cell"}
+    assert not Subshells(make_kernel([], _shell_parent=request)).there()
+    assert not Subshells(make_kernel(["1"])).possible  # another ipykernel
+    other: Any = SimpleNamespace(kernel=SimpleNamespace(shell_channel_thread=None))
+    assert not Subshells(other).possible  # ipykernel 6
+    assert not Subshells(None).possible
+
+
+def test_buttons_are_grey_until_a_subshell_is_there_and_go_if_none_comes(
+    watch: Watch, shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request: ContextVar[dict[str, str]] = ContextVar("request")
+    made: list[str] = []
+    subshells = Subshells(make_kernel(made, _shell_parent=request))
+    surface = WidgetSurface(watch, subshells, hint="no buttons here: why")
+    panel: Any = surface._panel
+    surface.show(watch.snapshot())
+    assert panel.stop.disabled
+    assert panel.pause.disabled
+    made.append("1")
+    surface.show(watch.snapshot())
+    assert not panel.stop.disabled
+    assert not panel.pause.disabled
+    made.clear()
+    monkeypatch.setattr(surface, "_patience_ends_s", 0.0)
+    before = widgets_alive()
+    surface.show(watch.snapshot())
+    assert widgets_alive() < before
+    assert "no buttons here: why" in shell.display_pub.outputs[-1]["data"]["text/html"]
+    surface.finish(watch.snapshot())
+    assert "no buttons" not in shell.display_pub.outputs[-1]["data"]["text/html"]
+    watch.follow(None)
+
+
+@pytest.mark.parametrize(
+    ("error", "interrupted", "stopped", "state"),
+    [
+        (None, False, False, "done"),
+        (None, False, True, "stopped"),
+        (KeyboardInterrupt(), False, True, "stopped"),  # a plain loop, on Stop
+        (KeyboardInterrupt(), False, False, "interrupted"),  # session.stop()
+        (KeyboardInterrupt(), True, False, "interrupted"),
+        (KeyboardInterrupt(), True, True, "interrupted"),
+        (None, True, False, "interrupted"),
+        (ValueError("no"), True, True, "failed"),
+        (ValueError("no"), False, False, "failed"),
+    ],
+)
+def test_how_a_run_ended(
+    watch: Watch, error: Any, interrupted: bool, stopped: bool, state: str
+) -> None:
+    assert watch.controls is not None
+    if stopped:
+        watch.controls.stop()
+    watch.controls.pause()
+    watch.end(error, interrupted=interrupted)
+    assert watch.state == watch.snapshot().state == state
+    assert watch.snapshot().said == ("ValueError: no" if state == "failed" else "")
+    assert not watch.controls.stopping
+    assert not watch.controls.paused  # the next training starts at once
+    watch.follow(None)
 
 
 def test_text_comes_at_sensible_intervals(capsys: pytest.CaptureFixture[str]) -> None:

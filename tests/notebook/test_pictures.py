@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 import struct
 import zlib
 from dataclasses import replace
@@ -29,7 +30,7 @@ from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.plan.history import StepRow
 from megatrain_nb.plan.layout import Layout, PieceLayout
 from megatrain_nb.runtime.residency import Now
-from tests.notebook.test_render import parse, text_of
+from tests.notebook.test_render import FULL, parse, text_of
 
 ON_DISK = 1
 
@@ -225,3 +226,46 @@ def test_names_are_escaped() -> None:
     snap.layout = replace(snap.layout, blocks=("<script>",) * 4)
     snap.rows[-1].least_seconds = {"<script>": 9.0}
     assert "<script>" not in page(snap)
+
+
+def test_the_plan_stands_beside_what_is_measured() -> None:
+    planned = {"compute": 1.5, "wait": 0.25, "update": 0.25, "other": 0.0}
+    layout = replace(make_layout(), planned_seconds=planned)
+    html = page(replace(FULL, layout=layout))
+    parse(html)
+    shown = text_of(html)
+    assert "4.00 s, plan 2.00 s" in shown
+    assert "compute 2.00 s 50% plan 1.50 s" in shown
+    assert "waiting for disk 1.00 s 25% plan 250 ms" in shown
+    assert "other (Python, data) 500 ms 12% plan 0 " in shown
+    assert "link" not in shown
+    # Both bars on one scale: the longer one is full.
+    widths = re.findall(
+        r'aria-label="compute \d+%[^>]*><div style="width:([\d.]+)%', html
+    )
+    assert widths == ["50.00", "37.50"]
+    fields = figure_fields(replace(FULL, layout=layout))
+    (level,) = (each for each in fields["data"] if each["name"] == "plan")
+    assert level["y"] == [2.0, 2.0, 2.0]
+    assert level["yaxis"] == "y4"
+
+
+def test_where_no_plan_is_known_it_is_said_how_to_get_one() -> None:
+    hint = "What it should take stands here once %megatrain probe has measured"
+    live = replace(FULL, layout=make_layout())
+    assert hint in text_of(page(live))
+    parse(page(live))
+    for there in (
+        replace(live, probed=(1e9, 1e9)),  # measured, and yet nothing can be told
+        replace(live, state="done"),  # too late
+        replace(live, state="recorded"),
+        FULL,  # no model is known yet
+    ):
+        assert hint not in text_of(page(there))
+
+
+def test_waiting_for_the_link_is_shown_where_there_is_one() -> None:
+    assert "waiting for the link" not in text_of(page(FULL))
+    row = StepRow(step=1, seconds={"compute": 1.0, "link": 3.0})
+    shown = text_of(page(replace(FULL, rows=[row])))
+    assert "waiting for the link 3.00 s 75%" in shown

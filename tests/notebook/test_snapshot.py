@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from megatrain_nb.notebook.render import page
 from megatrain_nb.notebook.snapshot import Snapshot, fill
+from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.recorder import Recorder
 from tests.notebook.fakes import step_result
+from tests.notebook.test_pictures import make_layout
 
 
 class Clock:
@@ -81,7 +84,48 @@ def test_a_second_training_counts_anew() -> None:
     snap = snapshot_of(recorder)
     assert (snap.step, snap.num_done, snap.total_steps) == (4, 1, 2)
     assert sum(snap.seconds.values()) == pytest.approx(7.0)
-    assert len(snap.losses) == 4
+    assert [step for step, _ in snap.losses] == [4]
+    assert snap.earlier == [(3, step_result(3).loss)]
+
+
+def test_nothing_of_an_earlier_training_is_drawn() -> None:
+    """Another model with as many layers, in the same cell: what it waited for, and its bound, are the first one's."""
+    recorder = Recorder()
+    recorder.on_layout(make_layout())
+    recorder.on_train_begin(2)
+    slow = replace(step_result(1), least_seconds={"disk": 9.0}, read_bytes=77)
+    need = Span(kind="NEED", name="0/weights/2", start_s=0, end_s=5, outcome="late")
+    for step in (1, 2):
+        recorder.on_span(need)
+        recorder.on_step_end(replace(slow, step=step))
+    recorder.on_evaluate(2, {"eval_loss": 6.5})
+    before = page(snapshot_of(recorder))
+    assert "of what disk allows" in before
+    assert "late <b>2</b>" in before
+    recorder.on_train_end()
+    recorder.on_train_begin(2)
+    recorder.on_step_end(replace(step_result(1), least_seconds={"compute": 1.0}))
+    snap = snapshot_of(recorder)
+    after = page(snap)
+    for drawn in ("of what disk allows", "late <b>", "model.layers.2 5.00 s", "6.5"):
+        assert drawn not in after
+    assert "of what compute allows" in after
+    assert "Trained before this: 2 steps, last loss" in after
+    assert [row.read_bytes for row in snap.rows] == [0]
+    assert snap.totals["late"] == 0
+
+
+def test_a_loop_after_a_training_is_another_one() -> None:
+    recorder = Recorder()
+    recorder.on_train_begin(3)
+    for step in (1, 2, 3):
+        recorder.on_step_end(step_result(step))
+    recorder.on_train_end()
+    ended = snapshot_of(recorder)
+    assert (ended.num_done, ended.total_steps) == (3, 3)
+    recorder.on_step_end(step_result(4))
+    snap = snapshot_of(recorder)
+    assert (snap.num_done, snap.total_steps) == (1, None)
 
 
 def test_losses_that_are_not_numbers_are_not_drawn() -> None:

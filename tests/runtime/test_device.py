@@ -259,6 +259,20 @@ def test_the_link_is_counted(tmp_path: Path, twin: Any) -> None:
     assert "its copies" in text
 
 
+def test_waiting_for_copies_is_a_cause_of_its_own(tmp_path: Path, twin: Any) -> None:
+    seconds = []
+    for turn, delay_s in enumerate((0.0, 0.05)):
+        twin(lanes=ThreadLanes(most_delay_s=delay_s, seed=1))
+        with opened(tmp_path / str(turn)):
+            model, optimizer = mt.wrap(seeded(lambda: TinyLM(num_layers=3)))
+            result = [window_step(model, optimizer, step) for step in range(2)][-1]
+        assert result.total_seconds == pytest.approx(sum(result.seconds.values()))
+        seconds.append(result.seconds["link"])
+    # Each copy comes up to 50 ms late, and what it does not hide behind is waited for.
+    assert seconds[0] < 0.05
+    assert seconds[1] > 0.05
+
+
 def test_what_bounds_a_step_on_a_slow_link(tmp_path: Path, twin: Any) -> None:
     device = twin()
     device.onloaded.best = device.offloaded.best = 1e3  # bytes per second
