@@ -212,10 +212,7 @@ class Pager:
                 self._wait_all(piece.loading, f"reading the {piece}")
             except BaseException:
                 self._forget_slab(piece)
-                # What else is on its way may fail as well, and would be told when it is no longer true.
-                for other in self._pieces.values():
-                    if other.loading and not other.users:
-                        self._forget_slab(other)
+                self._forget_reads()
                 raise
             piece.loading = []
         if from_disk:
@@ -432,7 +429,11 @@ class Pager:
         if reading is None:
             return
         begin, late = time.perf_counter(), not reading.done()
-        self._wait_all([reading], f"reading tiles of {piece.pack.name}")
+        try:
+            self._wait_all([reading], f"reading tiles of {piece.pack.name}")
+        except BaseException:
+            self._forget_reads()
+            raise
         first, end = piece.span(start, min(start + self.tile_numel, piece.pack.numel))
         outcome = MISS if missed else LATE if late else HIT
         self._tell_need(self.tile_key(piece, start), end - first, begin, outcome)
@@ -685,6 +686,12 @@ class Pager:
             self.settle(piece)
             return True
         return self.give_way()
+
+    def _forget_reads(self) -> None:
+        """After a read that failed: others on their way may fail as well, and would tell it when it is no longer true."""
+        for piece in self._pieces.values():
+            if piece.loading and not piece.users:
+                self._forget_slab(piece)
 
     def _forget_slab(self, piece: Piece) -> None:
         if piece.slab is None:

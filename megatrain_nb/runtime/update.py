@@ -135,7 +135,7 @@ class Updates:
         for pack in list(self._ahead):
             due = self._due.get(pack)
             while due and self._has_landed(due[0]):
-                self._pager.need(pack, What.WEIGHTS)
+                self._need_weights(pack)
                 try:
                     self._apply(due)
                 finally:
@@ -153,7 +153,7 @@ class Updates:
         due = self._due.get(pack)
         if due is None:
             return
-        self._pager.need(pack, What.WEIGHTS)
+        self._need_weights(pack)
         try:
             while due:
                 self._current = due[0]
@@ -197,6 +197,13 @@ class Updates:
             self._give_back(pack)
 
     # -- inside ---------------------------------------------------------------------------------------
+
+    def _need_weights(self, pack: int) -> None:
+        try:
+            self._pager.need(pack, What.WEIGHTS)
+        except BaseException:
+            self.rest()  # tiles on their way may fail as well, and would tell it when it is no longer true
+            raise
 
     def _begin(self, tile: _Tile, *, grads: bool = True, patient: bool) -> bool:
         """Start to read a tile; False if there is no room for all of it."""
