@@ -88,6 +88,8 @@ class Pager:
         The same for pending gradients, by pack.
     give_way
         Gives back some memory that was read ahead; False if there is none.
+    forget_tiles
+        Gives back all tiles that were read ahead.
     is_due
         Whether a pack's update is due: then its gradient can no longer be dropped.
     needed_last
@@ -131,6 +133,7 @@ class Pager:
         self._held: list[Piece] = []
         self._leaving: dict[Piece, None] = {}
         self.give_way: Callable[[], bool] = lambda: False
+        self.forget_tiles: Callable[[], None] = lambda: None
         self.is_due: Callable[[int], bool] = lambda _: False
         self.needed_last: Callable[[list[Piece]], Piece] = changed_first
 
@@ -692,6 +695,7 @@ class Pager:
         for piece in self._pieces.values():
             if piece.loading and not piece.users:
                 self._forget_slab(piece)
+        self.forget_tiles()
 
     def _forget_slab(self, piece: Piece) -> None:
         if piece.slab is None:

@@ -81,6 +81,7 @@ class Updates:
         self._unwanted: set[int] = set()
         self._current: _Tile | None = None
         pager.give_way = self._give_way
+        pager.forget_tiles = self.rest
         pager.is_due = self.__contains__
 
     def __contains__(self, pack: int) -> bool:
@@ -135,7 +136,7 @@ class Updates:
         for pack in list(self._ahead):
             due = self._due.get(pack)
             while due and self._has_landed(due[0]):
-                self._need_weights(pack)
+                self._pager.need(pack, What.WEIGHTS)
                 try:
                     self._apply(due)
                 finally:
@@ -153,7 +154,7 @@ class Updates:
         due = self._due.get(pack)
         if due is None:
             return
-        self._need_weights(pack)
+        self._pager.need(pack, What.WEIGHTS)
         try:
             while due:
                 self._current = due[0]
@@ -198,13 +199,6 @@ class Updates:
 
     # -- inside ---------------------------------------------------------------------------------------
 
-    def _need_weights(self, pack: int) -> None:
-        try:
-            self._pager.need(pack, What.WEIGHTS)
-        except BaseException:
-            self.rest()  # tiles on their way may fail as well, and would tell it when it is no longer true
-            raise
-
     def _begin(self, tile: _Tile, *, grads: bool = True, patient: bool) -> bool:
         """Start to read a tile; False if there is no room for all of it."""
         for each in self._streamed(tile) if grads else self._states(tile):
@@ -234,7 +228,6 @@ class Updates:
                     missed=ahead is not None and what not in ahead,
                 )
         except BaseException:
-            self.rest()
             self._give_tile_back(tile)
             raise
         streamed = self._streamed(tile)
