@@ -8,6 +8,8 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from megatrain_nb.store.checkpoint import sync_directory
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -48,7 +50,7 @@ def exchanged(new: Path, old: Path, *, beside: Path, drop: set[str]) -> bool:
         for name in sorted(keep):
             os.link(old / name, beside / name, follow_symlinks=False)
             linked.append(beside / name)
-        _sync(beside)
+        sync_directory(beside)
         _exchange(beside, old)
     except OSError:
         for path in linked:
@@ -58,7 +60,7 @@ def exchanged(new: Path, old: Path, *, beside: Path, drop: set[str]) -> bool:
     for name in set(os.listdir(beside)) - seen:  # noqa: PTH208 - made by others at this very moment
         with suppress(OSError):
             (beside / name).rename(old / name)
-    _sync(old.parent)
+    sync_directory(old.parent)
     shutil.rmtree(beside, ignore_errors=True)
     return True
 
@@ -85,11 +87,3 @@ def _exchange(one: Path, other: Path) -> None:
     if failed:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-
-
-def _sync(directory: Path) -> None:
-    number = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

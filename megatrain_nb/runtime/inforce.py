@@ -32,6 +32,11 @@ _MEASURED = ("fp32_rates", "read_bytes_per_s", "update_params_per_s")
 
 def plan_in_force(offloaded: OffloadedModel) -> Plan | None:
     """Return the plan of a model in a session, with what was decided there; None before it was called to train."""
+    session = offloaded.session
+    return _plan_on(_probed(session) or _assumed(session), offloaded)
+
+
+def _plan_on(machine: Machine, offloaded: OffloadedModel) -> Plan | None:
     executor = offloaded.executor
     run = _run_of(offloaded)
     if run is None:
@@ -43,8 +48,6 @@ def plan_in_force(offloaded: OffloadedModel) -> Plan | None:
             executor.stay, executor.keeping.limit_bytes, frozenset(executor.tail)
         ),
     )
-    session = offloaded.session
-    machine = _probed(session) or _assumed(session)
     return make_plan(run[0], machine, run[1], decided)
 
 
@@ -55,7 +58,7 @@ def expected_seconds(offloaded: OffloadedModel) -> dict[str, float]:
         return {}
     if sorted(order) != list(range(len(offloaded.layers.spec.blocks))):
         return {}  # a block that computes twice: its time is not known
-    plan = plan_in_force(offloaded)
+    plan = _plan_on(machine, offloaded)
     return {} if plan is None else plan.seconds
 
 

@@ -155,7 +155,7 @@ class Later:
 
 
 class Saver:
-    """Packs what autograd saves during one run of a block, and counts it.
+    """Packs what autograd saves during one run of a block.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ class Saver:
 
     def pack(self, tensor: Tensor) -> Saved | WeightView:
         """Take one tensor that autograd saves."""
-        found = found_in(self._bound, tensor)
+        found = _located(self._bound, tensor)
         if isinstance(found, WeightView):
             return found
         saved = Saved(found)
@@ -296,7 +296,7 @@ class _Filler:
         self._next = 0
 
     def pack(self, tensor: Tensor) -> None:
-        found = found_in(self._bound, tensor)
+        found = _located(self._bound, tensor)
         if isinstance(found, WeightView):
             return
         index, self._next = self._next, self._next + 1
@@ -311,7 +311,7 @@ def _never(_: None) -> Tensor:
     raise AssertionError
 
 
-def found_in(bound: Bound, tensor: Tensor) -> Tensor | WeightView:
+def _located(bound: Bound, tensor: Tensor) -> Tensor | WeightView:
     """Return where in the loaded weights a tensor lies that autograd saves, or the tensor without its own graph."""
     tensor = tensor.detach()  # an output of a node must not hold its own graph
     storage = _storage(tensor)
