@@ -34,6 +34,8 @@ class Residency:
         Bytes set aside for what the model itself allocates.
     keep_bytes
         Bytes that activations may take which are kept from forward to backward.
+    lent_bytes
+        Those of them that are taken from what streams, while it needs less.
     packing_bytes
         Bytes through which packed tiles pass on their way to the disk and back.
     disk_bytes
@@ -48,8 +50,14 @@ class Residency:
     working_bytes: int = 0
     activation_bytes: int = 0
     keep_bytes: int = 0
+    lent_bytes: int = 0
     packing_bytes: int = 0
     disk_bytes: int = 0
+
+    @property
+    def aside_bytes(self) -> int:
+        """Bytes that the pool never has: those set aside, but for what is lent."""
+        return self.activation_bytes + self.keep_bytes - self.lent_bytes
 
 
 def working_bytes(spec: ModelSpec, *, tile_numel: int = TILE_NUMEL) -> int:
@@ -74,6 +82,15 @@ def streaming_bytes(spec: ModelSpec) -> int:
     way back to the disk. All counted as large as the largest.
     """
     return _largest(spec, weights=3, grads=1, states=2)
+
+
+def turning_bytes(spec: ModelSpec) -> int:
+    """Return the RAM, in bytes, that streaming needs from the end of forward on.
+
+    A block's weights and the next one's; gradients and moments of that one, read for its update, while what was written
+    has landed. Backward needs no more. All counted as large as the largest.
+    """
+    return _largest(spec, weights=2, grads=1, states=1)
 
 
 def written_bytes(spec: ModelSpec) -> int:
@@ -135,6 +152,8 @@ def plan_residency(  # noqa: PLR0913 - budgets, by keyword only
     A resident weight saves three reads and a write each step, a gradient or a moment one of each; so
     weights come first, and within them the blocks that backward needs first. An access order that is
     known leaves nothing for an eviction policy to guess: a cyclic scan through LRU would keep nothing.
+    Kept activations grow while a forward passes the blocks, and are freed by the backward; what streams needs the
+    most room in the forward, where updates are done. So activations may take some of that room.
     """
     all_packs = frozenset(range(len(spec.packs)))
     fixed_bytes = activation_bytes + packing_bytes
@@ -165,10 +184,12 @@ def plan_residency(  # noqa: PLR0913 - budgets, by keyword only
             + f". Raise max_ram_gb to at least {format_bytes(1.005 * (minimum + fixed_bytes))}, or shorten the sequence or the micro-batch"
         )
         raise BudgetError(msg)
+    turning = max(working, turning_bytes(spec))
     working = max(working, min(streaming_bytes(spec), room))
-    left = room - working
-    kept_bytes = min(keep_bytes, int(keep_share * left))
-    left -= kept_bytes
+    lendable = max(0, working - turning)
+    kept_bytes = min(keep_bytes, int(keep_share * (room - working + lendable)))
+    lent = min(kept_bytes, lendable)
+    left = room - working - kept_bytes + lent
     allowed = left if resident_bytes is None else min(left, resident_bytes)
     left = allowed
     kept: dict[str, set[int]] = {"weights": set(), "grads": set(), "states": set()}
@@ -192,6 +213,7 @@ def plan_residency(  # noqa: PLR0913 - budgets, by keyword only
         working_bytes=working,
         activation_bytes=activation_bytes,
         keep_bytes=kept_bytes,
+        lent_bytes=lent,
         packing_bytes=packing_bytes,
         disk_bytes=spec.state_bytes - resident,
     )

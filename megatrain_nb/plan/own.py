@@ -36,6 +36,9 @@ SPREAD_BYTES = 64_000_000
 # and larger ones the system takes it back (`megatrain_nb.runtime.heap`). Measured, as above.
 _HOLES_SHARE, _HOLES_BYTES = 0.55, 6.8e3
 
+# So much of all kept activations leaves at least one block that keeps none.
+_PARTLY = 0.9
+
 # Tensors of 2 MiB and more lie in huge pages, and what is learned of their sum is a little old.
 ROUNDING_BYTES = 16_000_000
 
@@ -128,5 +131,27 @@ def kept_by_block(shape: Shape, choices: Choices) -> dict[int, int]:
 
 
 def holes_bytes(kept: int) -> int:
-    """Return what keeping so many bytes costs beside them, in bytes."""
+    """Return what it costs beside so many bytes if every block keeps its activations, in bytes.
+
+    Where some blocks compute theirs again, what they make fills the holes.
+    """
     return round(min(_HOLES_SHARE * kept, _HOLES_BYTES * math.sqrt(kept)))
+
+
+def keepable_bytes(aside_bytes: int, kept: int) -> int:
+    """Return how much of what is set aside for kept activations they may take themselves.
+
+    Parameters
+    ----------
+    aside_bytes
+        What is set aside.
+    kept
+        What they take if every block keeps its own.
+
+    Examples
+    --------
+    >>> keepable_bytes(1000, 1000), keepable_bytes(600, 1000)
+    (900, 600)
+    """
+    left = aside_bytes - holes_bytes(kept)
+    return left if left >= kept else min(aside_bytes, int(_PARTLY * kept))

@@ -32,6 +32,7 @@ from megatrain_nb.plan.own import (
     SPREAD_BYTES,
     backward_bytes,
     holes_bytes,
+    keepable_bytes,
     kept_by_block,
     own_tensors,
     set_aside,
@@ -149,7 +150,6 @@ class _Planner:
         own, room = self._own, max(self._room, 0)
         sizes = self._keepable if self._machine.in_place else {}
         wanted = with_margin(sum(sizes.values()))
-        holes = holes_bytes(wanted)
         if own.num_bytes > room:
             self._problems.append(
                 f"RAM: the model's own tensors take {format_bytes(own.num_bytes)}, and {format_bytes(room)} are left of "
@@ -163,7 +163,7 @@ class _Planner:
                 self._spec,
                 limit_bytes=self._limit,
                 activation_bytes=min(reserved, room),
-                keep_bytes=wanted + holes,
+                keep_bytes=wanted + holes_bytes(wanted),
                 keep_share=keep_share,
                 packing_bytes=self._choices.packing_bytes,
             )
@@ -171,9 +171,8 @@ class _Planner:
             if not self._problems:
                 self._problems.append(f"RAM: {error}")
             return self._too_little_ram(reserved), frozenset()
-        # What keeping costs beside its bytes is set aside with them.
-        kept = choose_kept(sizes, self._order, limit_bytes=residency.keep_bytes - holes)
-        return residency, kept
+        limit = keepable_bytes(residency.keep_bytes, wanted)
+        return residency, choose_kept(sizes, self._order, limit_bytes=limit)
 
     def _with_device(self, residency: Residency) -> Decided:
         """Return what stays on the device, and what of the rest in RAM."""
@@ -300,19 +299,20 @@ class _Planner:
     ) -> tuple[Item, ...]:
         packs, machine = self._spec.packs, self._machine
         kept = _sum_of(self._keepable, blocks) if machine.in_place else 0
+        everything = blocks >= self._keepable.keys()
         beside = {
             **self._own.items,
             "activations that are kept": kept,
-            "holes between those": holes_bytes(kept),
+            "holes between those": holes_bytes(kept) if everything else 0,
             "what runs differ by": SPREAD_BYTES,
             "windows for packing": self._choices.packing_bytes,
         }
         # Where something streams, slabs of all sizes wait for reuse until the pool's share is used up.
         buffers = residency.working_bytes
         if residency.disk_bytes:
-            aside = residency.activation_bytes + residency.keep_bytes
-            left = self._limit - aside - self._choices.packing_bytes
+            left = self._limit - residency.aside_bytes - self._choices.packing_bytes
             buffers = max(self._working, left - residency.resident_bytes)
+            buffers -= min(residency.lent_bytes, kept)
         items = [
             Item("weights", sum(packs[p].weight_bytes for p in residency.weights)),
             Item("gradients", sum(packs[p].grad_bytes for p in residency.grads)),

@@ -52,8 +52,8 @@ class ModelWork:
         last = len(self._parts) - 1
         found = []
         for index, part in enumerate(self._parts):
-            forward, backward = self._by_part[id(part)]
-            again = 0.0 if index in kept or index == last else forward
+            forward, again, backward = self._by_part[id(part)]
+            again = 0.0 if index in kept or index == last else again
             found.append(BlockTimes(forward, again, backward))
         if not io_cpu_s:
             return found
@@ -93,13 +93,13 @@ class ModelWork:
             spec, residency, order, times, machine, trained, stay, on_disk=on_disk
         ).run()
 
-    def _measure(self, part: Part) -> tuple[float, float]:
-        """Return the seconds of forward and of backward for a whole window."""
+    def _measure(self, part: Part) -> tuple[float, float, float]:
+        """Return the seconds of forward, of what is computed again, and of backward for a whole window."""
         choices, machine = self._choices, self._machine
         window, count = choices.window, choices.window.accumulation
         work = block_work(self._shape, part, window)
-        products = work.flops / machine.flops_per_s(work.rows, bf16=choices.bf16)
-        forward, backward = products, 2 * products
+        rate = machine.flops_per_s(work.rows, bf16=choices.bf16)
+        forward, backward = work.flops / rate, 2 * work.flops / rate
         if machine.in_place:
             rest = work.moved_bytes / machine.memory_bytes_per_s
             forward += rest + _FORWARD_CALL_S
@@ -116,7 +116,8 @@ class ModelWork:
             logits, gradients = self._fresh_bytes(part)
             forward += logits / machine.fresh_bytes_per_s
             backward += (logits + gradients) / machine.fresh_bytes_per_s
-        return forward * count, backward * count
+        again = forward - (work.flops - work.again_flops) / rate
+        return forward * count, again * count, backward * count
 
     def _fresh_bytes(self, part: Part) -> tuple[int, int]:
         """Return the bytes of large tensors, which the system gives anew: of logits in each way, and of gradients."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from megatrain_nb.errors import ModelError
-from megatrain_nb.runtime.kept import Keeping, Later
+from megatrain_nb.runtime.kept import Later
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from megatrain_nb.runtime.executor import Executor
+    from megatrain_nb.runtime.keeping import Keeping
     from megatrain_nb.runtime.layers import Block
 
 

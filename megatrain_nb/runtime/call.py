@@ -12,7 +12,7 @@ silent. Values that transformers' own recorder collects inside a block (router l
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from megatrain_nb.runtime.bound import Bound
     from megatrain_nb.runtime.fuse import FusedCall
+    from megatrain_nb.runtime.keeping import Lease
     from megatrain_nb.runtime.layers import Block
 
 _RECORDER = "transformers.utils.output_capturing"
@@ -105,14 +106,23 @@ class BlockCall:
         """
         self._rng = get_rng(self._device)
         self._modes = [module.training for module in self.block.module.modules()]
-        buffers = [(x, x.clone()) for x in self.block.module.buffers()]
         keeping, index = bound.keeping, self.block.spec.index
+        later = not turning and self.keepable and not keeping.refuses(index)
+        with ExitStack() as stack:
+            lease = stack.enter_context(keeping.lease(index)) if later else None
+            self._run(bound, turning=turning, later=later, lease=lease)
+
+    def _run(
+        self, bound: Bound, *, turning: bool, later: bool, lease: Lease | None
+    ) -> None:
+        """Run the block; ``later`` if its graph may stay until backward, and with a lease what that holds."""
+        buffers = [(x, x.clone()) for x in self.block.module.buffers()]
         saver = None
         if turning:
             result, tensors, fresh = self._compute()
             self._kept = Kept(tensors, fresh)
-        elif self.keepable and not keeping.refuses(index):
-            saver = Saver(bound, keep=keeping.wants(index))
+        elif later:
+            saver = Saver(bound, keep=lease is not None)
             with torch.autograd.graph.saved_tensors_hooks(
                 saver.pack, bound.later.unpack
             ):
@@ -139,22 +149,20 @@ class BlockCall:
             for x in tensors
         ]
         if saver is not None:
-            self._keep(bound, saver, tensors, fresh)
+            kept = Kept(tensors, fresh, bound.later, saver.places())
+            self._keep(bound, saver, kept, lease)
 
     def _keep(
-        self, bound: Bound, saver: Saver, tensors: list[Tensor], fresh: list[Tensor]
+        self, bound: Bound, saver: Saver, kept: Kept, lease: Lease | None
     ) -> None:
-        """Keep the graph of a run, if that is safe, and what it holds, if the budget allows it."""
+        """Keep the graph of a run, if that is safe, and what it holds, if that is no more than was set aside."""
         if not saver.weights_are_free():
             bound.keeping.refuse(self.block)
             return
-        kept = Kept(tensors, fresh, bound.later, saver.places())
-        if not kept.is_empty():
-            give = bound.keeping.take(self._count(bound, kept))
-            if give is None:
-                kept.empty()
-            else:
-                kept.on_release(give)
+        if lease is not None and self._count(bound, kept) <= lease.num_bytes:
+            lease.hand_to(kept)
+        else:
+            kept.empty()
         self._kept = kept
         bound.later.used = True
 
@@ -239,6 +247,7 @@ class BlockCall:
                 with self._as_it_was():
                     kept.fill(bound, self._compute)
                 self._count(bound, kept)
+            kept.in_use = True
             with kept.later.found_in(bound):
                 self._flow(kept.tensors, grads)
         kept.release()

@@ -30,7 +30,8 @@ from megatrain_nb.runtime.call import BlockCall, keep_weights
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.gradients import Gradients
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.kept import Keeping, loosen
+from megatrain_nb.runtime.keeping import Keeping
+from megatrain_nb.runtime.kept import loosen
 from megatrain_nb.runtime.lanes import tensor_over
 from megatrain_nb.runtime.layers import part_of
 from megatrain_nb.runtime.logits import LargeLogits, plain_arguments
@@ -94,7 +95,7 @@ class Executor:
         relieve: Callable[[], None],
     ) -> None:
         self.layers = layers
-        self.keeping = Keeping()
+        self.keeping = Keeping(pager)
         self.pager = pager
         self.updates = updates
         self.device = device
@@ -121,6 +122,8 @@ class Executor:
         self._complete = False
         self._predictor = Predictor(self._learned)
         pager.needed_last = self._needed_last
+        pager.give_back = self.keeping.give_back
+        pager.give_up_kept = self.keeping.give_up
 
     # -- calls of blocks ------------------------------------------------------------------------------
 

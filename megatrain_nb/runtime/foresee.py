@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatrain_nb.plan.activation import Window
 from megatrain_nb.plan.choices import Choices
-from megatrain_nb.plan.own import holes_bytes, kept_by_block, own_tensors, set_aside
+from megatrain_nb.plan.own import kept_by_block, own_tensors, set_aside
 from megatrain_nb.plan.reserve import with_margin
 from megatrain_nb.runtime.outline import shape_from
 
@@ -32,13 +32,12 @@ class Foreseen(NamedTuple):
     ----------
     reserved
         For the model's own tensors.
-    kept, beside
-        For activations if every block keeps them, and what they cost beside their bytes.
+    kept
+        For activations if every block keeps them.
     """
 
     reserved: int
     kept: int
-    beside: int
 
 
 class Foresight:
@@ -105,7 +104,7 @@ class Foresight:
         choices = Choices(window=window, bf16=bf16)
         own = own_tensors(shape, choices, room_bytes=room_bytes, in_place=True)
         kept = with_margin(sum(kept_by_block(shape, choices).values()))
-        return Foreseen(set_aside(own), kept, holes_bytes(kept))
+        return Foreseen(set_aside(own), kept)
 
 
 def _rows_and_length(values: Iterable[Any]) -> tuple[int, int] | None:

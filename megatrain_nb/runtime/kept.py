@@ -1,4 +1,4 @@
-"""What a block's call keeps for its backward, and the bytes that all calls may keep.
+"""What a block's call keeps for its backward.
 
 [Note: weights are named, not kept] A weight leaves its memory between forward and backward, and may come
 back elsewhere. So what autograd saves of it (the weight, or a view such as its transpose) is packed as
@@ -18,7 +18,6 @@ So the references to each weight and its memory are counted before and after: on
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 import weakref
@@ -30,7 +29,6 @@ import torch
 from torch import Tensor
 
 from megatrain_nb.errors import ModelError
-from megatrain_nb.plan.keep import choose_kept
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,9 +36,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatrain_nb.runtime.bound import Bound
-    from megatrain_nb.runtime.layers import Block
-
-logger = logging.getLogger("megatrain_nb")
 
 ESCAPED = (
     "a tensor computed inside {} is used outside it by another way than the block's output (a hook or an "
@@ -53,7 +48,7 @@ OTHERWISE = (
 )
 
 # Without these private functions of torch no graph outlives its forward.
-_COUNTABLE = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+COUNTABLE = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
 
 
 class WeightView(NamedTuple):
@@ -188,10 +183,10 @@ class Saver:
 
     def weights_are_free(self) -> bool:
         """Whether nothing but the block's modules and autograd's own leaves holds a weight."""
-        return _COUNTABLE and self._references == self._count_references()
+        return COUNTABLE and self._references == self._count_references()
 
     def _count_references(self) -> list[int]:
-        if not _COUNTABLE:
+        if not COUNTABLE:
             return []
         leaves = [_references(leaf) for leaf in self._bound.plain.values()]
         flats = [
@@ -212,6 +207,11 @@ class Kept:
         Where the graph's weights will be found; None if they stay loaded until backward.
     places
         Of what the graph holds.
+
+    Attributes
+    ----------
+    in_use
+        Its backward has begun.
     """
 
     def __init__(
@@ -224,11 +224,12 @@ class Kept:
         self.tensors = tensors
         self.fresh = fresh
         self.later = later
+        self.in_use = False
         self._places = places
         self._release: Callable[[], object] = bool
 
     def on_release(self, give: Callable[[], None]) -> None:
-        """Have ``give`` called once when the graph is let go."""
+        """Have ``give`` called once when the graph is let go, or has nothing but places any more."""
         self._release = finalizer = weakref.finalize(self, give)
         finalizer.atexit = False
 
@@ -244,6 +245,7 @@ class Kept:
         """Keep the places only."""
         for saved in self._saved():
             saved.empty()
+        self.release()
 
     def fill(self, bound: Bound, run: Callable[[], object]) -> None:
         """Run the block again, as far as its graph needs, and put what autograd would save in the empty places.
@@ -322,87 +324,6 @@ def _located(bound: Bound, tensor: Tensor) -> Tensor | WeightView:
         return tensor.clone()
     size, offset = tuple(tensor.shape), int(tensor.storage_offset())
     return WeightView(pack, size, tensor.stride(), offset)
-
-
-class Keeping:
-    """Which calls keep their activations, and how many bytes they hold.
-
-    Attributes
-    ----------
-    limit_bytes
-        What all calls may keep together.
-    held_bytes, peak_bytes
-        What they keep now, and the most since `restart_peak`.
-    """
-
-    def __init__(self) -> None:
-        self.limit_bytes = 0
-        self.held_bytes = 0
-        self.peak_bytes = 0
-        self._seen: dict[int, int] = {}
-        self._num_bytes: dict[int, int] = {}
-        self._chosen: frozenset[int] = frozenset()
-        self._refused: set[int] = set()
-
-    @property
-    def wanted_bytes(self) -> int:
-        """What keeping every call of a window would take, as far as it is known."""
-        return sum((self._num_bytes | self._seen).values())
-
-    @property
-    def chosen(self) -> frozenset[int]:
-        """The blocks whose calls should keep their activations."""
-        return self._chosen
-
-    def choose(self, order: Sequence[int]) -> None:
-        """Choose anew, at the start of a forward that passes the blocks of ``order``."""
-        self._num_bytes.update(self._seen)
-        self._seen.clear()
-        self._chosen = choose_kept(
-            self._num_bytes, order, limit_bytes=self.limit_bytes - self.held_bytes
-        )
-
-    def wants(self, block: int) -> bool:
-        """Whether calls of this block should keep their activations."""
-        return block in self._chosen
-
-    def refuses(self, block: int) -> bool:
-        """Whether no graph of this block may outlive its forward."""
-        return not _COUNTABLE or block in self._refused
-
-    def learn(self, block: Block, num_bytes: int) -> None:
-        """Note what a call of the block keeps, or would keep."""
-        index = block.spec.index
-        if index not in self._refused:
-            self._seen[index] = self._seen.get(index, 0) + num_bytes
-
-    def refuse(self, block: Block) -> None:
-        """Never let a graph of this block outlive its forward."""
-        logger.info(
-            "%s computes all of it again in backward: an operation in it holds a weight beyond autograd's knowledge",
-            block.name,
-        )
-        for known in (self._num_bytes, self._seen):
-            known.pop(block.spec.index, None)
-        self._refused.add(block.spec.index)
-        self._chosen -= {block.spec.index}
-
-    def take(self, num_bytes: int) -> Callable[[], None] | None:
-        """Count bytes as held; returns what gives them back, or None if they are too many."""
-        if num_bytes > max(self.limit_bytes - self.held_bytes, 0):
-            return None
-        self.held_bytes += num_bytes
-        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-
-        def give() -> None:
-            self.held_bytes -= num_bytes
-
-        return give
-
-    def restart_peak(self) -> int:
-        """Return the peak, and let it start again from now."""
-        peak, self.peak_bytes = self.peak_bytes, self.held_bytes
-        return peak
 
 
 def _references(leaf: Any) -> int:

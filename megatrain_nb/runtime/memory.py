@@ -17,7 +17,7 @@ from megatrain_nb.plan.memory import (
     plan_residency,
     working_bytes,
 )
-from megatrain_nb.plan.own import SPREAD_BYTES
+from megatrain_nb.plan.own import SPREAD_BYTES, holes_bytes, keepable_bytes
 from megatrain_nb.plan.reserve import (
     GRAIN_BYTES,
     first_guess,
@@ -59,6 +59,7 @@ class ModelMemory:
         self._session = offloaded.session
         self._keep_wanted = self._keep_beside = self._spread_bytes = 0
         self.foresight = Foresight()
+        self._peak = 0
         self._keep_first = self._keep_by_plan = False
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
@@ -102,8 +103,9 @@ class ModelMemory:
         offloaded.pager.barrier()
         self.residency = residency
         if not offloaded.share.holds_activations:
-            keepable = residency.keep_bytes - self._keep_beside
-            offloaded.executor.keeping.limit_bytes = max(keepable, 0)
+            keeping = offloaded.executor.keeping
+            keeping.limit_bytes = self._keepable_of(residency)
+            keeping.lent_bytes = residency.lent_bytes
 
     def plan_device(self) -> None:
         """Decide what stays on a device with memory of its own, and make it so."""
@@ -161,11 +163,12 @@ class ModelMemory:
 
     def _plan_residency(self, spec: ModelSpec, limit_bytes: int) -> Residency:
         room = self._beside_streaming(spec, limit_bytes)
+        keep = self._keepable_bytes()
         residency = plan_residency(
             spec,
             limit_bytes=limit_bytes,
             activation_bytes=max(0, min(self.reserved_bytes, room)),
-            keep_bytes=self._keepable_bytes() + self._keep_beside,
+            keep_bytes=keep + max(holes_bytes(keep), self._keep_beside),
             keep_share=self._keep_share(),
             resident_bytes=self._session.max_resident_bytes,
             packing_bytes=self._session.models.packing_share_bytes(),
@@ -187,6 +190,12 @@ class ModelMemory:
     def _keepable_bytes(self) -> int:
         """Return what activations would take if all of a window's were kept, within what the session allows."""
         return 0 if self._offloaded.share.holds_activations else self._keep_allowed()
+
+    def _keepable_of(self, residency: Residency) -> int:
+        """Return what activations may take of what a plan sets aside for them."""
+        aside = residency.keep_bytes
+        keepable = keepable_bytes(aside, self._keepable_bytes())
+        return max(0, min(keepable, aside - self._keep_beside))
 
     def _keep_allowed(self) -> int:
         allowed = self._session.max_kept_bytes
@@ -246,17 +255,17 @@ class ModelMemory:
             if plan is not None:
                 self._keep_first = plan.residency.keep_bytes > 0
                 self._keep_by_plan = True
-            self.reserved_bytes, kept, beside = found
+            self.reserved_bytes, kept = found
             self._keep_wanted = max(self._keep_wanted, kept)
-            self._keep_beside = max(self._keep_beside, beside)
             share = self._session.models.share_bytes()
             self._spread_bytes = min(3 * SPREAD_BYTES, share // 5)
             self._session.models.plan()
 
     def relieve(self) -> None:
         """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
-        set_aside = self.reserved_bytes + self.residency.keep_bytes
-        if self._session.other_bytes() > set_aside:
+        residency, lent = self.residency, self._session.pool.aside_bytes
+        set_aside = residency.keep_bytes - residency.lent_bytes + lent
+        if self._session.other_bytes() > self.reserved_bytes + set_aside:
             heap.trim()
             self.learn()
 
@@ -266,17 +275,21 @@ class ModelMemory:
         first = self._keep_first
         if not self._keep_by_plan:
             first = prefers_kept(self._least_seconds, now=first)
-        peak = self._session.other_peak_bytes()
+        # Of the whole step so far, also where a border in it was looked at before.
+        self._peak = peak = max(self._peak, self._session.other_peak_bytes())
         measured = with_margin(peak)
         if peak <= self.reserved_bytes:  # it holds that, if without a margin
             measured = min(measured, self.reserved_bytes)
         in_ram = not self._offloaded.share.holds_activations
-        kept = keeping.restart_peak() if in_ram else 0
+        kept = keeping.peak_bytes if in_ram else 0
         changed = first != self._keep_first
         if kept:
             # What else was taken is what keeping costs beside its bytes (freed memory waits in the heap). It only
             # grows, and only keeping gives way to it: so the plan comes to rest.
-            if peak - kept - self.reserved_bytes > self._keep_beside + GRAIN_BYTES:
+            residency = self.residency
+            free = residency.keep_bytes - residency.lent_bytes - kept
+            beside = max(free, residency.keep_bytes - keeping.limit_bytes)
+            if peak - kept - self.reserved_bytes > beside + GRAIN_BYTES:
                 self._keep_beside = measured - kept - self.reserved_bytes
                 changed = True
             measured = self.reserved_bytes
@@ -308,6 +321,9 @@ class ModelMemory:
         if not self._session.device.in_place:
             self._offloaded.share.learn(least_seconds)
         self.learn()
+        self._peak = 0
+        if not self._offloaded.share.holds_activations:
+            self._offloaded.executor.keeping.restart_peak()
         self.plan_device()
         if self.residency.elsewhere != frozenset(self._offloaded.executor.tail):
             self._session.models.plan()

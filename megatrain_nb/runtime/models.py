@@ -111,11 +111,8 @@ class Models:
         for model in self._all:
             model.memory.plan(share)
         pool.trim()
-        reserved = max(
-            model.memory.residency.activation_bytes + model.memory.residency.keep_bytes
-            for model in self._all
-        )
-        limit = session.max_ram_bytes - reserved
+        aside = max(model.memory.residency.aside_bytes for model in self._all)
+        limit = session.max_ram_bytes - aside
         for model in self._all:
             model.pager.shrink(limit)
         pool.limit_bytes = limit

@@ -88,6 +88,10 @@ class Pager:
         The same for pending gradients, by pack.
     give_way
         Gives back some memory that was read ahead; False if there is none.
+    give_back
+        Gives back what kept activations had of the pool; False if there is nothing.
+    give_up_kept
+        Frees activations that some call keeps, to be computed again; False if there are none.
     forget_tiles
         Gives back all tiles that were read ahead.
     is_due
@@ -133,6 +137,8 @@ class Pager:
         self._held: list[Piece] = []
         self._leaving: dict[Piece, None] = {}
         self.give_way: Callable[[], bool] = lambda: False
+        self.give_back: Callable[[], bool] = lambda: False
+        self.give_up_kept: Callable[[], bool] = lambda: False
         self.forget_tiles: Callable[[], None] = lambda: None
         self.is_due: Callable[[int], bool] = lambda _: False
         self.needed_last: Callable[[list[Piece]], Piece] = changed_first
@@ -475,9 +481,21 @@ class Pager:
             self.settle(piece)
 
     def shrink(self, limit_bytes: int) -> None:
-        """Give back what was read ahead or is being written, until the pool's use is within a limit."""
-        while self.pool.in_use_bytes > limit_bytes and self._make_room():
+        """Give back what was read ahead or is being written, until what the pool has given is within a limit."""
+        pool = self.pool
+        while pool.in_use_bytes + pool.aside_bytes > limit_bytes and self._make_room():
             pass
+
+    def take_back(self, num_bytes: int) -> None:
+        """Have so much again of what was set aside."""
+        self.pool.take_back(num_bytes)
+
+    def set_aside(self, num_bytes: int) -> bool:
+        """Leave some of the pool to kept activations; False if not even the end of all writes makes room."""
+        while not self.pool.set_aside(num_bytes):
+            if not self._await_leaving():
+                return False
+        return True
 
     def reset(self) -> None:
         """After an error: nobody uses anything any more."""
@@ -655,6 +673,8 @@ class Pager:
     def _take(self, num_bytes: int, what: str, *, patient: bool) -> Slab | None:
         """Take a slab; with patience wait for writes behind and give up what was read ahead."""
         while (slab := self.pool.try_take(num_bytes, what=what)) is None:
+            if self.give_back():
+                continue
             if self._leaving:
                 before = len(self._leaving)
                 self.end_leases()
@@ -667,16 +687,10 @@ class Pager:
         return slab
 
     def _make_room(self) -> bool:
-        if self._writing:  # even if it has landed by now: then its room is free
-            key = next(iter(self._writing))
-            self._wait_keys([key], f"writing {key}")
+        if self.give_back() or self._await_leaving():
             return True
         if self._held:
             self.close_held()
-            return True
-        if self._leaving:
-            self._end_lease(next(iter(self._leaving)))
-            self.end_leases()
             return True
         unused = [
             piece
@@ -688,7 +702,19 @@ class Pager:
             self._end_lease(piece)
             self.settle(piece)
             return True
-        return self.give_way()
+        return self.give_way() or self.give_up_kept()
+
+    def _await_leaving(self) -> bool:
+        """Wait for a write, or for a device that copies; False if there is none."""
+        if self._writing:  # even if it has landed by now: then its room is free
+            key = next(iter(self._writing))
+            self._wait_keys([key], f"writing {key}")
+            return True
+        if self._leaving:
+            self._end_lease(next(iter(self._leaving)))
+            self.end_leases()
+            return True
+        return False
 
     def _forget_reads(self) -> None:
         """After a read that failed: others on their way may fail as well, and would tell it when it is no longer true."""

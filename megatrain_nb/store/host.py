@@ -174,6 +174,7 @@ class HostPool:
         self._free: dict[int, list[Slab]] = {}
         self._in_use_bytes = 0
         self._free_bytes = 0
+        self._aside_bytes = 0
         self._peak_bytes = 0
         self._closed = False
 
@@ -185,19 +186,26 @@ class HostPool:
     @limit_bytes.setter
     def limit_bytes(self, limit_bytes: int) -> None:
         with self._lock:
-            if limit_bytes < self._in_use_bytes:
+            if limit_bytes < self._in_use_bytes + self._aside_bytes:
                 msg = (
                     f"cannot lower the RAM limit to {format_bytes(limit_bytes)}: "
                     f"{self._usage()}. Free some of it first, or choose a higher limit"
                 )
                 raise BudgetError(msg)
-            self._unmap_free(self._in_use_bytes + self._free_bytes - limit_bytes)
+            self._unmap_free(
+                self._in_use_bytes + self._free_bytes + self._aside_bytes - limit_bytes
+            )
             self._limit_bytes = limit_bytes
 
     @property
     def in_use_bytes(self) -> int:
         """Bytes of slabs that are taken."""
         return self._in_use_bytes
+
+    @property
+    def aside_bytes(self) -> int:
+        """Bytes that `set_aside` took."""
+        return self._aside_bytes
 
     @property
     def mapped_bytes(self) -> int:
@@ -232,7 +240,8 @@ class HostPool:
             slab = self._take(nbytes, what)
             if slab is not None:
                 return slab
-            usage, free = self._usage(), self._limit_bytes - self._in_use_bytes
+            left = self._limit_bytes - self._aside_bytes
+            usage, free = self._usage(), left - self._in_use_bytes
         msg = (
             f"{what} needs {format_bytes(round_up(nbytes))} of RAM, {format_bytes(free)} "
             f"are left: {usage}, limit {format_bytes(self._limit_bytes)}. Raise "
@@ -244,6 +253,21 @@ class HostPool:
         """Like `take`, but return None where it does not fit."""
         with self._lock:
             return self._take(nbytes, what)
+
+    def set_aside(self, nbytes: int) -> bool:
+        """Leave so much of the budget to memory that is not the pool's; False if slabs in use do not allow it."""
+        with self._lock:
+            taken = self._in_use_bytes + self._aside_bytes + nbytes
+            if taken > self._limit_bytes:
+                return False
+            self._unmap_free(taken + self._free_bytes - self._limit_bytes)
+            self._aside_bytes += nbytes
+            return True
+
+    def take_back(self, nbytes: int) -> None:
+        """Have so much again of what was set aside."""
+        with self._lock:
+            self._aside_bytes -= nbytes
 
     def give(self, slab: Slab) -> None:
         """Take a slab back; it stays mapped for the next `take` of its size.
@@ -304,10 +328,10 @@ class HostPool:
             self._free_bytes -= size
             slab.what, slab._state = what, _TAKEN
         else:
-            if self._in_use_bytes + size > self._limit_bytes:
+            limit = self._limit_bytes - self._aside_bytes
+            if self._in_use_bytes + size > limit:
                 return None
-            excess = self._in_use_bytes + self._free_bytes + size - self._limit_bytes
-            self._unmap_free(excess)
+            self._unmap_free(self._in_use_bytes + self._free_bytes + size - limit)
             slab = self._map(size, what)
         if pin and not slab.pinned:
             assert self._page_lock is not None
@@ -354,4 +378,6 @@ class HostPool:
     def _usage(self) -> str:
         parts = [f"{what} {format_bytes(n)}" for what, n in self._by_what().items()]
         detail = f" ({', '.join(parts)})" if parts else ""
-        return f"{format_bytes(self._in_use_bytes)} in use{detail}"
+        aside = self._aside_bytes
+        kept = f", {format_bytes(aside)} for kept activations" if aside else ""
+        return f"{format_bytes(self._in_use_bytes)} in use{detail}{kept}"

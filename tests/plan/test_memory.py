@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from megatrain_nb.codec.dynamic import SMALL_NUMEL
 from megatrain_nb.errors import BudgetError
-from megatrain_nb.plan.memory import Residency, plan_residency, working_bytes
+from megatrain_nb.plan.memory import (
+    Residency,
+    plan_residency,
+    streaming_bytes,
+    turning_bytes,
+    working_bytes,
+)
 from megatrain_nb.plan.model import BlockSpec, ModelSpec, pack_params
 from megatrain_nb.units import parse_size
 
@@ -130,8 +136,10 @@ def test_kept_activations_are_part_of_the_budget(
         )
     except BudgetError:
         return
-    used = plan.resident_bytes + plan.working_bytes + plan.activation_bytes
-    assert used + plan.keep_bytes <= limit
+    used = plan.resident_bytes + plan.working_bytes + plan.aside_bytes
+    assert used <= limit
+    turning = max(turning_bytes(spec), working_bytes(spec, tile_numel=TILE))
+    assert plan.lent_bytes <= max(0, plan.working_bytes - turning)
     assert 0 <= plan.keep_bytes <= wanted
     without = plan_for(spec, limit, activations)
     assert without is not None
@@ -141,8 +149,38 @@ def test_kept_activations_are_part_of_the_budget(
     elif share == 0:
         assert plan == without
     elif share == 1:
-        left = limit - plan.working_bytes - activations
+        left = limit - min(plan.working_bytes, turning) - activations
         assert plan.keep_bytes == min(wanted, left)
+
+
+def test_activations_borrow_from_what_streams_before_they_take_from_packs() -> None:
+    spec = make_spec([40_000] * 4)
+    turning, streaming = turning_bytes(spec), streaming_bytes(spec)
+    lendable = streaming - turning
+    one = spec.packs[0].weight_bytes
+
+    def plan(limit: int, wanted: int, share: float = 1.0) -> Residency:
+        return plan_residency(
+            spec,
+            limit_bytes=limit,
+            activation_bytes=0,
+            keep_bytes=wanted,
+            keep_share=share,
+            tile_numel=TILE,
+        )
+
+    assert lendable > 0
+    lent = plan(streaming + one, lendable)
+    assert (lent.keep_bytes, lent.lent_bytes) == (lendable, lendable)
+    assert lent.weights == {3}
+    assert lent.aside_bytes == 0
+    more = plan(streaming + one, 2 * lendable)
+    assert (more.keep_bytes, more.lent_bytes) == (lendable + one, lendable)
+    assert not more.weights
+    assert more.aside_bytes == one
+    assert plan(streaming + one, lendable, share=0.0).keep_bytes == 0
+    scarce = plan(turning + 100, lendable)
+    assert (scarce.working_bytes, scarce.keep_bytes) == (turning + 100, 100)
 
 
 def test_weights_come_first_and_the_last_blocks_before() -> None:

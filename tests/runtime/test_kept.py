@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -29,7 +30,7 @@ from tests.runtime.common import (
 from tests.runtime.plain import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 
@@ -328,14 +329,15 @@ def test_what_is_held_stays_within_the_limit_and_the_plan_comes_to_rest(
         model, optimizer = wrapped(model, lr=0.0)
         offloaded = model._megatrain
         keeping, seen = offloaded.executor.keeping, []
-        take = keeping.take
+        lease = keeping.lease
 
-        def taking(num_bytes: int) -> Any:
-            given = take(num_bytes)
+        @contextmanager
+        def leasing(block: int) -> Iterator[Any]:
+            with lease(block) as given:
+                yield given
             assert keeping.held_bytes <= keeping.limit_bytes <= max_kept
-            return given
 
-        keeping.take = taking
+        keeping.lease = leasing
         for step in range(6):
             window_step(model, optimizer, step)
             seen.append((offloaded.memory.residency.keep_bytes, keeping._chosen))

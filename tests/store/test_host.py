@@ -264,3 +264,23 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is() -> None:
     assert (slab.pinned, pool.pinned_bytes) == (False, 0)
     pool.give(slab)
     pool.close()
+
+
+def test_what_is_set_aside_is_room_that_slabs_cannot_have() -> None:
+    pool = HostPool(10 * PAGE)
+    slab = pool.take(4 * PAGE, what="weights")
+    pool.give(pool.take(5 * PAGE, what="states"))
+    assert not pool.set_aside(7 * PAGE)
+    assert pool.aside_bytes == 0
+    assert pool.set_aside(3 * PAGE)
+    assert pool.mapped_bytes == 4 * PAGE  # what was free made way
+    assert pool.try_take(4 * PAGE, what="states") is None
+    with pytest.raises(BudgetError, match="for kept activations"):
+        pool.take(4 * PAGE, what="states")
+    with pytest.raises(BudgetError):
+        pool.limit_bytes = 6 * PAGE
+    pool.take(3 * PAGE, what="states")
+    pool.take_back(3 * PAGE)
+    pool.give(slab)
+    pool.limit_bytes = 6 * PAGE
+    assert pool.take(3 * PAGE, what="states").nbytes == 3 * PAGE
