@@ -472,6 +472,7 @@ class Executor:
         self._actions = iter(())
         self._ahead.clear()
         self.updates.rest()
+        self.keeping.give_back()
         self._settle_unneeded(())
 
     def turn_over(self) -> None:

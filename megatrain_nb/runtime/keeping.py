@@ -171,16 +171,22 @@ class Keeping:
     def give_back(self) -> bool:
         """Give back what was borrowed and is free; False if there is nothing."""
         free = self._borrowed_bytes - sum(x.lent_bytes for x in [*self._leases])
-        if free:
-            heap.trim()
-            self._borrowed_bytes -= free
-            self._lender.take_back(free)
-        return free > 0
+        if free <= 0:
+            return False
+        heap.trim()
+        self._borrowed_bytes -= free
+        self._lender.take_back(free)
+        return True
 
     def give_up(self) -> bool:
         """Free what the call keeps whose backward comes last; False if none keeps anything that was lent."""
         gave = any(lease.empty() for lease in [*self._leases] if lease.lent_bytes)
         return gave and self.give_back()
+
+    def close(self) -> None:
+        """Give back all that was borrowed; graphs that somebody still holds can be used no more."""
+        self._lender.take_back(self._borrowed_bytes)
+        self._borrowed_bytes = 0
 
     def restart_peak(self) -> int:
         """Return the peak, and let it start again from now."""

@@ -231,6 +231,7 @@ class OffloadedModel:
         )
         self.updates.rest()
         self.executor.let_go()
+        self.executor.keeping.close()
         self.pager.close()
         self.session.models.dismiss(self)
 

@@ -226,3 +226,25 @@ def test_only_what_goes_beyond_the_own_share_is_borrowed() -> None:
     assert keeping.held_bytes == 0
     assert keeping.give_back()
     assert lender.left == 50
+
+
+def test_another_model_finds_the_whole_pool(tmp_path: Path) -> None:
+    with borrowing(tmp_path) as (_, model, optimizer, session):
+        loss_of(model, batch(0)).backward()
+        optimizer.zero_grad()
+        assert session.pool.aside_bytes > 0
+        other, _ = wrapped(seeded(TinyLM))
+        loss_of(other, batch(0)).backward()
+        assert session.pool.aside_bytes == other._megatrain.executor.keeping.held_bytes
+
+
+def test_a_model_that_is_closed_has_nothing_borrowed_even_if_a_graph_lives(
+    tmp_path: Path,
+) -> None:
+    with borrowing(tmp_path) as (_, model, _, session):
+        loss = loss_of(model, batch(0))
+        assert session.pool.aside_bytes > 0
+        model._megatrain.close("a test")
+        assert session.pool.aside_bytes == 0
+        del loss
+        assert session.pool.aside_bytes == 0
