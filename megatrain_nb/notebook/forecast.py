@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from html import escape
-from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from megatrain_nb.notebook.causes import cause_bars, cause_legend
+from megatrain_nb.notebook.parts import image
+from megatrain_nb.notebook.pictures import png
 from megatrain_nb.plan.report import (
     BOUNDS,
     FONT,
@@ -34,7 +37,8 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.plan import Plan
     from megatrain_nb.plan.timeline import Span
 
-_COLUMNS = 200
+_COLUMNS, _LEVELS = 200, 10
+_IDLE = (128, 128, 128, 51)
 _HEAD = "font-size:11px;letter-spacing:.03em;opacity:.72;margin:12px 0 4px"
 _STAYS = {
     4: "#1fa37a",
@@ -105,30 +109,31 @@ def strip_html(plan: Plan) -> str:
 
 
 def timeline_html(plan: Plan) -> str:
-    """Return one row for each lane; a cell is as strong as the lane is busy in it."""
-    lanes = [lane for lane in LANES if plan.simulated.busy_s[lane] > 0]
+    """Return one row for each lane, as an image; a column is as strong as the lane is busy in it."""
     out = []
-    for lane in lanes:
-        name, tone = LANES[lane]
-        busy = plan.simulated.busy_s[lane] / plan.step_seconds
-        cells = _runs(_shares(plan, lane))
-        parts = "".join(
-            f'<div title="{name}: {share:.0%} busy" style="width:{width / _COLUMNS:.3%};'
-            f'background-color:{tone};opacity:{0.12 + 0.88 * share:.2f}"></div>'
-            if share
-            else f'<div style="width:{width / _COLUMNS:.3%}"></div>'
-            for share, width in cells
+    for lane, (name, tone) in LANES.items():
+        if plan.simulated.busy_s[lane] <= 0:
+            continue
+        told = f"{name} {plan.simulated.busy_s[lane] / plan.step_seconds:.0%}"
+        drawn = image(
+            _lane(_shares(plan, lane), tone), f"{told} busy", sharp=True, height=14
         )
         out.append(
-            '<div style="display:flex;align-items:center;margin-top:3px"><div style="width:130px">'
-            f"{name} {busy:.0%}</div>"
-            f'<div style="flex:1;display:flex;height:14px;background-color:{TRACK};border-radius:3px;overflow:hidden">'
-            f"{parts}</div></div>"
+            f'<div style="display:flex;align-items:center"><div style="width:130px">{told}</div>'
+            f'<div style="flex:1">{drawn}</div></div>'
         )
     return (
         f"{''.join(out)}"
         f'<div style="margin-top:4px">Bound by <b>{BOUNDS[plan.bound_by]}</b>: {needs_text(plan)}.</div>'
     )
+
+
+def _lane(shares: list[float], tone: str) -> str:
+    """Return an image of one row of pixels, the stronger the more time is filled; grey where none is."""
+    rgb = bytes.fromhex(tone[1:])
+    steps = [level / _LEVELS for level in range(1, _LEVELS + 1)]
+    palette = [_IDLE, *((*rgb, round(255 * (0.12 + 0.88 * step))) for step in steps)]
+    return png(np.rint(np.array([shares]) * _LEVELS).astype(np.uint8), palette)
 
 
 def conventional_html(plan: Plan) -> str:
@@ -283,12 +288,6 @@ def busy_shares(
             begin, end = column * width, (column + 1) * width
             found[column] += max(0.0, min(end, span.end_s) - max(begin, span.start_s))
     return [min(1.0, filled / width) for filled in found]
-
-
-def _runs(shares: list[float]) -> list[tuple[float, int]]:
-    """Join equal neighbours, in steps of a tenth."""
-    levels = groupby(round(share, 1) for share in shares)
-    return [(level, len(list(group))) for level, group in levels]
 
 
 def _key(colour: str, text: str) -> str:

@@ -356,7 +356,7 @@ class Simulation:
             f"{spec.name}{more[piece]}",
             self._on_disk.num_bytes(piece, spec),
             spec.num_bytes(piece),
-            cost(piece, spec) / IO_THREADS,
+            cost(piece, spec) / min(IO_THREADS, self._machine.cores),
         )
 
     def _wait_until(self, end: float, name: str) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.activation import block_work
+from megatrain_nb.plan.packing import IO_THREADS
 from megatrain_nb.plan.reserve import large_bytes
 from megatrain_nb.plan.simulate import BlockTimes, Simulation
 from megatrain_nb.plan.traffic import step_traffic
@@ -38,7 +39,7 @@ class ModelWork:
         self._parts = [part for _, part in shape.blocks()]
         self._by_part = {id(part): self._measure(part) for part in shape.parts}
 
-    def times(self, kept: frozenset[int], *, io_cpu_s: float = 0.0) -> list[BlockTimes]:
+    def times(self, kept: frozenset[int], *, lost_s: float = 0.0) -> list[BlockTimes]:
         """Return the seconds of each block for a whole window.
 
         Parameters
@@ -46,8 +47,8 @@ class ModelWork:
         kept
             Blocks that keep their activations: their backward does not compute the forward again. Nor does that of
             the last block, which turns while it is loaded.
-        io_cpu_s
-            What moving bytes costs the cores that the blocks compute on.
+        lost_s
+            What moving bytes takes of the step from the cores that the blocks compute on.
         """
         last = len(self._parts) - 1
         found = []
@@ -55,9 +56,9 @@ class ModelWork:
             forward, again, backward = self._by_part[id(part)]
             again = 0.0 if index in kept or index == last else again
             found.append(BlockTimes(forward, again, backward))
-        if not io_cpu_s:
+        if not lost_s:
             return found
-        factor = 1 + io_cpu_s / self._machine.cores / total_s(found)
+        factor = 1 + lost_s / total_s(found)
         return [
             BlockTimes(t.forward_s * factor, t.again_s * factor, t.backward_s * factor)
             for t in found
@@ -83,12 +84,14 @@ class ModelWork:
             Blocks that keep their activations.
         """
         machine, on_disk = self._machine, self._choices.on_disk
-        io_cpu_s = 0.0
+        lost_s = 0.0
         if machine.in_place and residency.disk_bytes:  # blocks compute on the cores
             traffic = step_traffic(spec, residency, order, on_disk)
-            moved = traffic.moved_bytes * machine.io_cpu_s_per_byte
-            io_cpu_s = moved + traffic.packing_cpu_s
-        times = self.times(kept, io_cpu_s=io_cpu_s)
+            moved_s = traffic.moved_bytes * machine.io_cpu_s_per_byte
+            # Who packs takes a core for longer: the others wait for its share of a product. Measured on two cores.
+            together = max(1, min(IO_THREADS, machine.cores) // 2)
+            lost_s = moved_s / machine.cores + traffic.packing_cpu_s / together
+        times = self.times(kept, lost_s=lost_s)
         return Simulation(
             spec, residency, order, times, machine, trained, stay, on_disk=on_disk
         ).run()

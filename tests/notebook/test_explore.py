@@ -180,6 +180,19 @@ def test_the_picture_stays_in_a_notebook_that_is_not_trusted(
     assert html.count("model.layers.") == 16  # a cell for each layer
 
 
+def test_a_picture_is_light() -> None:
+    """A slider moves it: an image for each lane, no box for each of its columns."""
+    plan = mt.estimate("llama-3.1-8b", "rtx-4090")
+    timeline = forecast.timeline_html(plan)
+    lanes = [lane for lane, busy in plan.simulated.busy_s.items() if busy]
+    assert timeline.count("<img") == len(lanes) == 4
+    for told in ("compute ", "disk ", "link ", "AdamW "):
+        assert f'<img alt="{told}' in timeline
+    html = forecast.plan_html(plan, advice=False)
+    assert html.count("<div") < 150
+    assert len(html) < 30_000
+
+
 def test_the_strip_says_what_stays() -> None:
     plan = mt.estimate("llama-3.2-1b", "cpu-desktop", max_ram_gb=10, seq_len=128)
     strip = forecast.strip_html(plan)
