@@ -80,7 +80,7 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
         "keep_wanted": offloaded.executor.keeping.wanted_bytes,
         "keep_bytes": offloaded.memory.residency.keep_bytes,
         "keep_beside": offloaded.memory._keep_beside,
-        "held_bytes": offloaded.executor.keeping.peak_bytes,
+        "keep_limit": offloaded.executor.keeping.limit_bytes,
         "working_bytes": offloaded.memory.residency.working_bytes,
         "resident_bytes": offloaded.memory.residency.resident_bytes,
     }
