@@ -12,6 +12,7 @@ import numpy as np
 
 from megatrain_nb.codec.arrays import check_array
 from megatrain_nb.codec.base import BLOCK, Codec, Key, check_key, get
+from megatrain_nb.codec.names import DYNAMIC
 from megatrain_nb.codec.quantised.blocks import BlockCodec
 from megatrain_nb.codec.raw import Raw
 from megatrain_nb.codec.split import Split
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 # What the quantised codecs have been tried with.
-_COARSE = ("2bit", "3bit")
+_COARSE = ("2bit", "3bit", DYNAMIC)
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-10
 
 
@@ -165,7 +166,7 @@ def caution_of(codec: str, config: AdamWConfig) -> str:
     Parameters
     ----------
     codec
-        Its name.
+        Its name, or ``"dynamic"``, which may give 2 or 3 bits.
     config
         Hyper-parameters of the parameters that have it.
 

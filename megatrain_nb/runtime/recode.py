@@ -104,6 +104,8 @@ def recompress(model_or_optimizer: Any, codec: bool | str | Mapping[str, Any]) -
     offloaded.executor.check_usable()
     names = (home.spec.name for home in offloaded.layers.homes.values())
     ask(offloaded, {name: wanted.asked(name) for name in names})
+    if offloaded.optimizer is not None:
+        offloaded.optimizer.warn_of_settings()
 
 
 def asked_by_groups(

@@ -86,13 +86,15 @@ class Reference:
 
     model: nn.Module
     asked: str
+    seed: int = 0
     steps: dict[str, int] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
 
     def codec_of(self, name: str, param: Tensor) -> str:
         if param.dim() < 2 or param.numel() < 4096:
             return "raw"
-        return "8bit" if name.startswith(("embed", "head")) else self.asked
+        table = name.startswith(("embed", "head", "model.embed", "lm_head"))
+        return "8bit" if table else self.asked
 
     def step(self, groups: list[dict[str, Any]], *, max_norm: float) -> None:
         """Update every parameter that has a gradient."""
@@ -119,7 +121,7 @@ class Reference:
         codec = base.get(self.codec_of(name, param))
         numel = param.numel()
         zeros = np.zeros(numel, np.float32)
-        seed = adamstate.seed_of(0, name)
+        seed = adamstate.seed_of(self.seed, name)
         data = self.data.setdefault(
             name, encoded(codec, zeros, zeros, Key(0, 77, 12345))
         )
@@ -593,6 +595,33 @@ def test_settings_that_hurt_a_codec_are_told(tmp_path: Path) -> None:
         before = len(session.notes)
         wrapped(seeded(WideLM))
         assert len(session.notes) == before
+
+
+def test_settings_that_hurt_what_dynamic_may_choose_are_told(tmp_path: Path) -> None:
+    """It begins with 4 bits, which they do not hurt."""
+    with opened(tmp_path, "disk", compression="dynamic") as session:
+        wrapped(seeded(WideLM), betas=(0.95, 0.999))
+        assert any("dynamic moments have been tried" in note for note in session.notes)
+
+
+def test_what_is_asked_later_is_told_as_well(tmp_path: Path) -> None:
+    """By a parameter group, or by mt.recompress: experimental codecs, once, and settings that hurt one."""
+    with opened(tmp_path, "disk", compression="4bit") as session:
+        assert not any("experimental" in note for note in session.notes)
+        model = seeded(WideLM)
+        groups = groups_of(model)
+        groups[0]["optimizer_compression"] = "dynamic"
+        model, _ = wrapped(model, torch.optim.AdamW(groups))
+        assert [n[:31] for n in session.notes if "experimental" in n] == [
+            'optimizer_compression="dynamic"'
+        ]
+        model, _ = wrapped(seeded(WideLM), betas=(0.9, 0.9999))
+        assert not any("have been tried" in note for note in session.notes)
+        mt.recompress(model, "2bit")
+        mt.recompress(model, "4bit")
+        mt.recompress(model, "2bit")
+        assert len([n for n in session.notes if "experimental" in n]) == 2
+        assert any("2bit moments have been tried" in note for note in session.notes)
 
 
 def test_size_of_the_states(tmp_path: Path) -> None:
