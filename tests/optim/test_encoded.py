@@ -229,6 +229,35 @@ def test_a_gradient_of_1e30_stays_in_its_block() -> None:
         assert abs(m[BLOCK:]).max() < 1
 
 
+ODD = {"zeros": 0.0, "the smallest number": 1e-45, "denormals": 1e-39, "1e30": 1e30}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+def test_odd_gradients_from_the_first_step_on(name: str, value: float) -> None:
+    """The twin's bytes and numbers, and nothing but finite ones."""
+    codec, size = quantised(name), BLOCK
+    param = work(0, size, codec)[0]
+    before, data = param.copy(), np.empty(codec.encoded_bytes(size), np.uint8)
+    codec.blank(data)
+    blank = data.copy()
+    grad = np.full(size, value, np.float32)
+    grad[1:] *= value != 1e30  # an outlier is one of its block
+    still = AdamWConfig(weight_decay=0.0)
+    for step in (1, 2, 3):
+        segment = EncodedSegment(0, size, codec, data, still, step)
+        new_param, new_data = twin(param, data, grad, segment)
+        with np.errstate(all="ignore"), UpdateThreads(1) as one:
+            update(param, grad, [segment], threads=one)
+        assert np.array_equal(data, new_data)
+        assert np.array_equal(param.view(np.int32), new_param.view(np.int32))
+        assert np.isfinite(param).all()
+    assert np.isfinite(decoded(codec, data, size)).all()
+    if value == 0:
+        assert np.array_equal(param, before)
+        assert np.array_equal(data, blank)
+
+
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "short": (
         {"encoded": np.zeros(9, np.uint8)},

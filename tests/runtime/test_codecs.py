@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from megatrain_nb.runtime import adamstate, update
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.source import encoded_of
+from megatrain_nb.store.disk import DATA_NAME
 from tests.codec.common import QUANTISED, decoded, encoded
 from tests.optim.common import by_torch
 from tests.optim.test_encoded import twin
@@ -717,6 +719,30 @@ def test_a_system_call_that_fails(tmp_path: Path, disk: Disk, name: str) -> None
             disk.disarm()
             check_after_fault(model, optimizer, expected)
     assert fired >= 4
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_damaged_codes_are_refused(tmp_path: Path, name: str) -> None:
+    """What was read is what the kernel wrote, or an error that names the tile: any code would decode to something."""
+    with opened(tmp_path, "disk", compression=name) as session:
+        model, optimizer = start(WideLM)
+        train(model, optimizer, 2, "window")
+        optimizer.finish()
+        record = model._megatrain
+        record.pager.barrier()
+        record.executor.rest()
+        tiles = session.store.pin()
+        key, tile = next((k, t) for k, t in tiles.tiles.items() if "/encoded/" in k)
+        session.store.unpin(tiles)
+        with (tmp_path / DATA_NAME).open("r+b") as file:
+            file.seek(tile.offset + tile.nbytes // 2)
+            byte = file.read(1)[0]
+            file.seek(tile.offset + tile.nbytes // 2)
+            file.write(bytes([byte ^ 1]))
+            file.flush()
+            os.fsync(file.fileno())
+        with pytest.raises(mt.StoreError, match=f"{key}.*is damaged"):
+            record.pager.need(int(key.split("/")[2]), What.ENCODED)
 
 
 # -- teeth ----------------------------------------------------------------------------------------------
