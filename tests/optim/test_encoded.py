@@ -139,6 +139,24 @@ def test_raw_is_adamw_itself() -> None:
     common.assert_same_bits((param, *decoded(codec, data, size)), want)
 
 
+def test_raw_may_be_cut_anywhere() -> None:
+    """A small parameter of an encoded pack: no blocks, no rounding; only 8 elements that torch takes together."""
+    size, codec = 40, base.get("raw")
+    rng = np.random.default_rng(0)
+    (param, m, v), grad = common.state(rng, size), common.numbers(rng, size)
+    want = common.by_torch(param, m, v, grad, config=AdamWConfig(), step=3)
+    data = encode(codec, m[:16], v[:16]), encode(codec, m[16:], v[16:])
+    segments = [
+        EncodedSegment(0, 16, codec, data[0], AdamWConfig(), 3),
+        EncodedSegment(16, size, codec, data[1], AdamWConfig(), 3, first=16),
+    ]
+    with np.errstate(all="ignore"), UpdateThreads(1) as one:
+        update(param, grad, segments, threads=one)
+    found = [decoded(codec, x, n) for x, n in zip(data, (16, 24), strict=True)]
+    got = [np.concatenate(both) for both in zip(*found, strict=True)]
+    common.assert_same_bits((param, *got), want)
+
+
 def test_bf16_gradients_as_the_fp32_ones_they_are() -> None:
     codec, size = quantised("4bit"), BLOCK + 5
     param, data, grad = work(0, size, codec)
