@@ -732,7 +732,7 @@ def test_damaged_codes_are_refused(tmp_path: Path, name: str) -> None:
         record.pager.barrier()
         record.executor.rest()
         tiles = session.store.pin()
-        key, tile = next((k, t) for k, t in tiles.tiles.items() if "/encoded/" in k)
+        key, tile = next((k, t) for k, t in tiles.tiles.items() if "/encoded" in k)
         session.store.unpin(tiles)
         with (tmp_path / DATA_NAME).open("r+b") as file:
             file.seek(tile.offset + tile.nbytes // 2)

@@ -113,7 +113,7 @@ def test_on_fp32_moments_as_transformers(tmp_path: Path, optim: str) -> None:
         assert torch.allclose(found[0][name], param, rtol=1e-5, atol=1e-5), name
 
 
-@pytest.mark.parametrize(("name", "optim"), zip(QUANTISED, OURS * 2, strict=True))
+@pytest.mark.parametrize(("name", "optim"), [*zip(QUANTISED, OURS * 2, strict=True)])
 def test_on_encoded_moments_as_the_twin(tmp_path: Path, name: str, optim: str) -> None:
     found = ours(tmp_path, name, optim=optim, **SETTINGS)
     plain = run(with_twin(name), tmp_path, optim=optim, **SETTINGS)
