@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.training_args import OptimizerNames
 
@@ -47,9 +48,10 @@ class TwinAdamW(torch.optim.AdamW):
 def with_twin(codec: str) -> Any:
     """Return transformers' Trainer, its own groups and settings, on encoded moments."""
 
-    class PlainTrainer(transformers.Trainer):  # type: ignore[misc]
+    class PlainTrainer(transformers.Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
             made = super().create_optimizer(model)
+            assert isinstance(self.model, nn.Module)
             found = Reference(self.model, codec, seed=self.args.seed)
             self.optimizer = TwinAdamW(made.param_groups, found)
             return self.optimizer
