@@ -12,6 +12,7 @@ import numpy as np
 
 from megatrain_nb.codec.arrays import check_array
 from megatrain_nb.codec.base import BLOCK, Codec, Key, check_key, get
+from megatrain_nb.codec.names import DYNAMIC
 from megatrain_nb.codec.quantised.blocks import BlockCodec
 from megatrain_nb.codec.raw import Raw
 from megatrain_nb.codec.split import Split
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 # What the quantised codecs have been tried with.
-_COARSE = ("2bit", "3bit")
+_COARSE = ("2bit", "3bit", DYNAMIC)
 _BETA1, _BETA2, _EPS = 0.9, 0.999, 1e-10
 
 
@@ -60,7 +61,7 @@ class EncodedSegment:
     seed
         Of the rounding; one for each parameter.
     first
-        Where in its parameter the segment starts, a multiple of `BLOCK`.
+        Where in its parameter the segment starts, a multiple of `BLOCK`; for `raw` any.
     name
         For messages.
     """
@@ -165,7 +166,7 @@ def caution_of(codec: str, config: AdamWConfig) -> str:
     Parameters
     ----------
     codec
-        Its name.
+        Its name, or ``"dynamic"``, which may give 2 or 3 bits.
     config
         Hyper-parameters of the parameters that have it.
 
@@ -255,7 +256,9 @@ def _check(segment: EncodedSegment) -> None:
     if not isinstance(segment.codec, Raw | BlockCodec):
         msg = f"{segment.codec!r} has no kernel; decode, update, and encode"
         raise ArgumentError(msg)
-    check_key(Key(segment.first, segment.step, segment.seed))
+    # fp32 moments have no blocks and are not rounded: they may be cut anywhere.
+    first = segment.first if isinstance(segment.codec, BlockCodec) else 0
+    check_key(Key(first, segment.step, segment.seed))
     size = segment.codec.encoded_bytes(segment.stop - segment.start)
     name = f"the encoded state of {segment.name}"
     check_array(name, segment.encoded, np.uint8, size, writeable=True)

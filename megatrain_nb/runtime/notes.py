@@ -8,7 +8,7 @@ from megatrain_nb.codec.names import EXPERIMENTAL
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from megatrain_nb.codec.choice import Compression
     from megatrain_nb.runtime.device import Device
@@ -56,12 +56,17 @@ def opening_notes(
         notes.append(
             f"max_disk_gb allows {format_bytes(max_disk_bytes)}, but only {format_bytes(preflight.free_bytes)} are free"
         )
-    notes += [
+    return (*notes, *experimental_notes(compression.experimental))
+
+
+def experimental_notes(codecs: Iterable[str]) -> tuple[str, ...]:
+    """Return what to know about those of these codecs that are experimental."""
+    return tuple(
         f'optimizer_compression="{name}" is experimental: in a small training its loss was {EXPERIMENTAL[name]} % over '
         "that of fp32 moments (docs/codecs.md)"
-        for name in compression.experimental
-    ]
-    return tuple(notes)
+        for name in dict.fromkeys(codecs)
+        if name in EXPERIMENTAL
+    )
 
 
 def describe_found(found: Sequence[Checkpoint], left_at_step: int | None) -> str:

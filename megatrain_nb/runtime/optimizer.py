@@ -18,6 +18,7 @@ from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import caution_of
 from megatrain_nb.runtime.gradients import check_stored, total_norm
 from megatrain_nb.runtime.interrupts import interrupts_wait
+from megatrain_nb.runtime.notes import experimental_notes
 from megatrain_nb.runtime.piece import MOMENTS
 from megatrain_nb.runtime.recode import ask, asked_by_groups, recode
 
@@ -107,7 +108,7 @@ class AdamW(torch.optim.Optimizer):
         ask(offloaded, asked)
         offloaded.optimizer = self  # the one before, if any, has lost its moments
         offloaded.adam.rounding_seed = self.param_groups[0]["rounding_seed"]
-        self._warn_of_settings()
+        self.warn_of_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -298,16 +299,25 @@ class AdamW(torch.optim.Optimizer):
             del self.state[param]
             self.offloaded.adam.set_moments(param, torch.zeros(()), torch.zeros(()))
 
-    def _warn_of_settings(self) -> None:
-        """Say where hyper-parameters are known to hurt a codec."""
+    def warn_of_settings(self) -> None:
+        """Say which codecs are experimental, and where hyper-parameters are known to hurt one."""
+        session, asked = self.offloaded.session, self.offloaded.adam.asked
+        for text in experimental_notes(asked.values()):
+            if text not in session.notes:
+                session.note(text)
         homes = self.offloaded.layers.homes
         for index, group in enumerate(self.param_groups):
-            params = (param for param in group["params"] if param in homes)
-            codecs = dict.fromkeys(homes[param].spec.codec for param in params)
+            specs = (homes[param].spec for param in group["params"] if param in homes)
+            codecs = dict.fromkeys(
+                DYNAMIC
+                if spec.codec in Role.BODY.codecs and asked[spec.name] == DYNAMIC
+                else spec.codec
+                for spec in specs
+            )
             for codec in codecs:
                 caution = caution_of(codec, _config(group))
                 if caution:
-                    self.offloaded.session.note(f"parameter group {index}: {caution}")
+                    session.note(f"parameter group {index}: {caution}")
 
     def note_state(self) -> None:
         """Show torch's view of the state: step count, and moments that are read when asked for."""

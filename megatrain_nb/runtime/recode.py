@@ -61,7 +61,8 @@ def encode(part: MomentPart, moments: Moments, encoded: Any, key: Key) -> None:
             "finite, and exp_avg_sq not negative"
         )
         raise ModelError(msg)
-    key = key._replace(first=part.start - part.param.offset)
+    first = 0 if codec.name == RAW else part.start - part.param.offset
+    key = key._replace(first=first)  # small fp32 parameters may be cut anywhere
     codec.encode(m, v, _bytes_of(part, encoded), key)
 
 
@@ -104,6 +105,8 @@ def recompress(model_or_optimizer: Any, codec: bool | str | Mapping[str, Any]) -
     offloaded.executor.check_usable()
     names = (home.spec.name for home in offloaded.layers.homes.values())
     ask(offloaded, {name: wanted.asked(name) for name in names})
+    if offloaded.optimizer is not None:
+        offloaded.optimizer.warn_of_settings()
 
 
 def asked_by_groups(

@@ -562,7 +562,8 @@ def _refusals(
         (
             optim not in _OPTIMIZERS,
             f"optim={optim!r}",
-            f"updates run on the host in AdamW kernels; give one of {', '.join(_OPTIMIZERS)}",
+            f"updates run on the host in AdamW kernels; give one of {', '.join(_OPTIMIZERS)}. Moments in fewer bits are "
+            "asked for with mt.init(optimizer_compression=...)",
         ),
         (
             args.fp16,

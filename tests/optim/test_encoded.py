@@ -139,6 +139,24 @@ def test_raw_is_adamw_itself() -> None:
     common.assert_same_bits((param, *decoded(codec, data, size)), want)
 
 
+def test_raw_may_be_cut_anywhere() -> None:
+    """A small parameter of an encoded pack: no blocks, no rounding; only 8 elements that torch takes together."""
+    size, codec = 40, base.get("raw")
+    rng = np.random.default_rng(0)
+    (param, m, v), grad = common.state(rng, size), common.numbers(rng, size)
+    want = common.by_torch(param, m, v, grad, config=AdamWConfig(), step=3)
+    data = encode(codec, m[:16], v[:16]), encode(codec, m[16:], v[16:])
+    segments = [
+        EncodedSegment(0, 16, codec, data[0], AdamWConfig(), 3),
+        EncodedSegment(16, size, codec, data[1], AdamWConfig(), 3, first=16),
+    ]
+    with np.errstate(all="ignore"), UpdateThreads(1) as one:
+        update(param, grad, segments, threads=one)
+    found = [decoded(codec, x, n) for x, n in zip(data, (16, 24), strict=True)]
+    got = [np.concatenate(both) for both in zip(*found, strict=True)]
+    common.assert_same_bits((param, *got), want)
+
+
 def test_bf16_gradients_as_the_fp32_ones_they_are() -> None:
     codec, size = quantised("4bit"), BLOCK + 5
     param, data, grad = work(0, size, codec)
@@ -227,6 +245,35 @@ def test_a_gradient_of_1e30_stays_in_its_block() -> None:
         assert np.isfinite(v).all()
         assert (v > 0).all()
         assert abs(m[BLOCK:]).max() < 1
+
+
+ODD = {"zeros": 0.0, "the smallest number": 1e-45, "denormals": 1e-39, "1e30": 1e30}
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("value", ODD.values(), ids=ODD)
+def test_odd_gradients_from_the_first_step_on(name: str, value: float) -> None:
+    """The twin's bytes and numbers, and nothing but finite ones."""
+    codec, size = quantised(name), BLOCK
+    param = work(0, size, codec)[0]
+    before, data = param.copy(), np.empty(codec.encoded_bytes(size), np.uint8)
+    codec.blank(data)
+    blank = data.copy()
+    grad = np.full(size, value, np.float32)
+    grad[1:] *= value != 1e30  # an outlier is one of its block
+    still = AdamWConfig(weight_decay=0.0)
+    for step in (1, 2, 3):
+        segment = EncodedSegment(0, size, codec, data, still, step)
+        new_param, new_data = twin(param, data, grad, segment)
+        with np.errstate(all="ignore"), UpdateThreads(1) as one:
+            update(param, grad, [segment], threads=one)
+        assert np.array_equal(data, new_data)
+        assert np.array_equal(param.view(np.int32), new_param.view(np.int32))
+        assert np.isfinite(param).all()
+    assert np.isfinite(decoded(codec, data, size)).all()
+    if value == 0:
+        assert np.array_equal(param, before)
+        assert np.array_equal(data, blank)
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

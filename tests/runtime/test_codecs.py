@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from megatrain_nb.runtime import adamstate, update
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.source import encoded_of
+from megatrain_nb.store.disk import DATA_NAME
 from tests.codec.common import QUANTISED, decoded, encoded
 from tests.optim.common import by_torch
 from tests.optim.test_encoded import twin
@@ -86,13 +88,15 @@ class Reference:
 
     model: nn.Module
     asked: str
+    seed: int = 0
     steps: dict[str, int] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
 
     def codec_of(self, name: str, param: Tensor) -> str:
         if param.dim() < 2 or param.numel() < 4096:
             return "raw"
-        return "8bit" if name.startswith(("embed", "head")) else self.asked
+        table = name.startswith(("embed", "head", "model.embed", "lm_head"))
+        return "8bit" if table else self.asked
 
     def step(self, groups: list[dict[str, Any]], *, max_norm: float) -> None:
         """Update every parameter that has a gradient."""
@@ -119,7 +123,7 @@ class Reference:
         codec = base.get(self.codec_of(name, param))
         numel = param.numel()
         zeros = np.zeros(numel, np.float32)
-        seed = adamstate.seed_of(0, name)
+        seed = adamstate.seed_of(self.seed, name)
         data = self.data.setdefault(
             name, encoded(codec, zeros, zeros, Key(0, 77, 12345))
         )
@@ -595,6 +599,33 @@ def test_settings_that_hurt_a_codec_are_told(tmp_path: Path) -> None:
         assert len(session.notes) == before
 
 
+def test_settings_that_hurt_what_dynamic_may_choose_are_told(tmp_path: Path) -> None:
+    """It begins with 4 bits, which they do not hurt."""
+    with opened(tmp_path, "disk", compression="dynamic") as session:
+        wrapped(seeded(WideLM), betas=(0.95, 0.999))
+        assert any("dynamic moments have been tried" in note for note in session.notes)
+
+
+def test_what_is_asked_later_is_told_as_well(tmp_path: Path) -> None:
+    """By a parameter group, or by mt.recompress: experimental codecs, once, and settings that hurt one."""
+    with opened(tmp_path, "disk", compression="4bit") as session:
+        assert not any("experimental" in note for note in session.notes)
+        model = seeded(WideLM)
+        groups = groups_of(model)
+        groups[0]["optimizer_compression"] = "dynamic"
+        model, _ = wrapped(model, torch.optim.AdamW(groups))
+        assert [n[:31] for n in session.notes if "experimental" in n] == [
+            'optimizer_compression="dynamic"'
+        ]
+        model, _ = wrapped(seeded(WideLM), betas=(0.9, 0.9999))
+        assert not any("have been tried" in note for note in session.notes)
+        mt.recompress(model, "2bit")
+        mt.recompress(model, "4bit")
+        mt.recompress(model, "2bit")
+        assert len([n for n in session.notes if "experimental" in n]) == 2
+        assert any("2bit moments have been tried" in note for note in session.notes)
+
+
 def test_size_of_the_states(tmp_path: Path) -> None:
     """What the plan says is what lies on the disk."""
     for name, most in (("8bit", 2.03), ("4bit", 1.03), ("3bit", 0.78), ("2bit", 0.53)):
@@ -688,6 +719,30 @@ def test_a_system_call_that_fails(tmp_path: Path, disk: Disk, name: str) -> None
             disk.disarm()
             check_after_fault(model, optimizer, expected)
     assert fired >= 4
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_damaged_codes_are_refused(tmp_path: Path, name: str) -> None:
+    """What was read is what the kernel wrote, or an error that names the tile: any code would decode to something."""
+    with opened(tmp_path, "disk", compression=name) as session:
+        model, optimizer = start(WideLM)
+        train(model, optimizer, 2, "window")
+        optimizer.finish()
+        record = model._megatrain
+        record.pager.barrier()
+        record.executor.rest()
+        tiles = session.store.pin()
+        key, tile = next((k, t) for k, t in tiles.tiles.items() if "/encoded" in k)
+        session.store.unpin(tiles)
+        with (tmp_path / DATA_NAME).open("r+b") as file:
+            file.seek(tile.offset + tile.nbytes // 2)
+            byte = file.read(1)[0]
+            file.seek(tile.offset + tile.nbytes // 2)
+            file.write(bytes([byte ^ 1]))
+            file.flush()
+            os.fsync(file.fileno())
+        with pytest.raises(mt.StoreError, match=f"{key}.*is damaged"):
+            record.pager.need(int(key.split("/")[2]), What.ENCODED)
 
 
 # -- teeth ----------------------------------------------------------------------------------------------
