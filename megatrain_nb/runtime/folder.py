@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain_nb.errors import StoreError
 from megatrain_nb.runtime.exchange import exchanged
 from megatrain_nb.runtime.shards import SAFE, SAFE_INDEX
 
@@ -94,12 +95,24 @@ def put_in_place(folder: Path, directory: Path) -> None:
 
 
 def recover(directory: Path) -> bool:
-    """Put an earlier save back that another one was about to replace when it crashed; whether there was one."""
+    """Put an earlier save back that another one was about to replace when it crashed; whether there was one.
+
+    Raises
+    ------
+    StoreError
+        There is a link where no save leaves one: in a folder from elsewhere it may lead anywhere.
+    """
     kept = directory / _EARLIER
     whole = (kept / _WHOLE).exists()
     if whole:
+        _check_no_link(kept)
         names = {str(path.relative_to(kept)) for path in kept.rglob("*") if path.is_file()}  # fmt: skip
         names.discard(_WHOLE)
+        for name in names:
+            _check_no_link(kept / name)
+            for parent in Path(name).parents[:-1]:
+                _check_no_link(kept / parent)
+                _check_no_link(directory / parent)
         for name in sorted(names):
             link = kept / f"{_WHOLE}.{Path(name).name}"
             link.unlink(missing_ok=True)
@@ -110,6 +123,12 @@ def recover(directory: Path) -> bool:
         sync(directory)
     shutil.rmtree(kept, ignore_errors=True)
     return whole
+
+
+def _check_no_link(path: Path) -> None:
+    if path.is_symlink():
+        msg = f"{path} is a link, which no save leaves there; look where it leads, and delete it"
+        raise StoreError(msg)
 
 
 def sync(path: Path) -> None:
@@ -136,7 +155,7 @@ def _keep_earlier(directory: Path, names: set[str]) -> None:
         if (directory / name).is_file():
             (kept / name).parent.mkdir(parents=True, exist_ok=True)
             try:
-                os.link(directory / name, kept / name)
+                os.link((directory / name).resolve(), kept / name)
             except OSError:  # a file system without hard links
                 shutil.copyfile(directory / name, kept / name)
                 sync(kept / name)

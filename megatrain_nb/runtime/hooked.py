@@ -24,13 +24,20 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.lazy import LazyTensor
 
 
-def take_from_hooks(model: nn.Module) -> None:
+def take_from_hooks(model: nn.Module, most_bytes: int) -> None:
     """Let a model that accelerate dispatched be an ordinary one, its weights still in their files.
+
+    Parameters
+    ----------
+    most_bytes
+        What a file's header may take of RAM.
 
     Raises
     ------
     ModelError
         Weights are kept in a way that is not known here.
+    StoreError
+        A file is missing or damaged.
     """
     hooked = [module for module in model.modules() if hasattr(module, "_hf_hook")]
     if not hooked:
@@ -43,7 +50,7 @@ def take_from_hooks(model: nn.Module) -> None:
 
     @cache  # a file's header speaks of all its tensors, and its map of one after the other
     def opened(path: str) -> dict[str, LazyTensor]:
-        return open_file(InFile(Path(path)))
+        return open_file(InFile(Path(path)), most_bytes=most_bytes)
 
     for module, hook in found:
         tensors: dict[str, Tensor] = dict(

@@ -323,7 +323,7 @@ def offload(
     if offloaded is not None:
         offloaded.check_dtype(wanted)
         return offloaded
-    take_from_hooks(model)
+    take_from_hooks(model, session.max_ram_bytes)
     layers = cut(model, wanted, session.compression)
     for param, home in layers.homes.items():
         if param.device.type == "meta":

@@ -73,7 +73,8 @@ def from_pretrained(
     ArgumentError
         A dtype that is neither, no such folder, or an option that has no meaning here.
     StoreError
-        A file is missing or damaged; or the offload directory is full. Nothing was allocated for it.
+        A file is missing or damaged, or what files say of themselves takes more than the session's ``max_ram_gb``; or the
+        offload directory is full. Nothing was allocated for it.
     ModelError
         The checkpoint's tensors do not fit the model: names them.
     BudgetError
@@ -167,7 +168,11 @@ def _make(
     model = _load(made, config, checkpoint, dtype, path, session, kwargs)
     model.config.name_or_path = model.name_or_path = path
     if (folder / "generation_config.json").is_file() and model.can_generate():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            msg = f"{path} has no usable generation_config.json: {error}"
+            raise ArgumentError(msg) from error
     return model  # type: ignore[no-any-return]
 
 

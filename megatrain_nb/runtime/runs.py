@@ -82,7 +82,7 @@ def read_reference(folder: Path) -> dict[str, str]:
     """
     path = folder / _POINTER
     try:
-        if path.stat().st_size > _MAX_POINTER_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_POINTER_BYTES:
             raise ValueError(path)  # noqa: TRY301
         content = json.loads(path.read_text(encoding="utf-8"))
         return {key: str(content[key]) for key in ("checkpoint", "offload_dir")}

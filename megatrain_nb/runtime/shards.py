@@ -7,10 +7,9 @@ and containers only.
 
 from __future__ import annotations
 
-import json
 import math
 import zipfile
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.runtime.lazy import LazyTensor, at, lazy, node_of, num_bytes
 from megatrain_nb.store.infile import InFile
+from megatrain_nb.store.parsing import parse_json
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +40,9 @@ DTYPES = {
 _MOST_HEADER_BYTES = 32 << 20
 _MOST_INDEX_BYTES = 64 << 20
 _MOST_DIMS = 64
+_MOST_NAME, _MOST_FILE_NAME = 1000, 255
+# What a tensor that is not read yet takes in RAM, and what each byte of a pickle may take (an empty list and its mark).
+_TENSOR_BYTES, _PICKLE_BYTES = 3000, 128
 
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -116,19 +119,20 @@ def open_checkpoint(
     variant
         As in ``model.fp16.safetensors``.
     most_bytes
-        What a .bin of before torch 1.6 may take in RAM: it can only be read whole.
+        What may be taken of RAM: by what the files say of themselves, and by a .bin of before torch 1.6, which can only
+        be read whole.
 
     Raises
     ------
     ArgumentError
         No weights there.
     StoreError
-        A file is missing, too short, or does not say what it should: names it.
+        A file is missing, too short, or does not say what it should: names it. Or that takes more RAM than it may.
     """
     for single, index in ((SAFE, SAFE_INDEX), (OLD, OLD_INDEX)):
         for name in (single, index):
             path = folder / _with_variant(name, variant)
-            if path.is_file():
+            if _is_file(path):
                 return _open(folder, path, sharded=name == index, most_bytes=most_bytes)
     names = ", ".join(_with_variant(x, variant) for x in (SAFE, SAFE_INDEX, OLD, OLD_INDEX))  # fmt: skip
     msg = f"{folder} holds none of {names}; give the folder that save_pretrained wrote"
@@ -138,26 +142,37 @@ def open_checkpoint(
 def _open(
     folder: Path, path: Path, *, sharded: bool, most_bytes: int
 ) -> dict[str, LazyTensor]:
-    weight_map = _read_index(path) if sharded else {}
-    names = list(dict.fromkeys(weight_map.values())) if sharded else [path.name]
-    files = [InFile(folder / name) for name in names]
+    weight_map = _read_index(path, most_bytes) if sharded else {}
+    wanted: dict[str, list[str]] = {} if sharded else {path.name: []}
+    for key, name in weight_map.items():
+        wanted.setdefault(name, []).append(key)
     found: dict[str, LazyTensor] = {}
-    for name, file in zip(names, files, strict=True):
-        if not file.path.is_file():
-            msg = f"{path} names {name}, which is not in {folder}; fetch the missing shard again"
+    for name, keys in wanted.items():
+        file = InFile(folder / name)
+        if not _is_file(file.path):
+            msg = f"{path} names {name!r}, which is not in {folder}; fetch the missing shard again"
             raise StoreError(msg)
+        left = most_bytes - len(found) * _TENSOR_BYTES
         tensors = (
-            open_file(file)
+            open_file(file, most_bytes=left)
             if name.endswith(".safetensors")
-            else _read_bin(file, most_bytes)
+            else _read_bin(file, left)
         )
-        for key, wanted in weight_map.items():
-            if wanted == name and key not in tensors:
+        for key in keys:
+            if key not in tensors:
                 msg = f"{path} says that {key!r} is in {name}, and it is not; the folder is not whole"
                 raise StoreError(msg)
         found.update({key: x for key, x in tensors.items()
                       if weight_map.get(key, name) == name})  # fmt: skip
     return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError as error:  # its name is too long, or its folder may not be searched
+        msg = f"{path}: {error.strerror}"
+        raise StoreError(msg) from error
 
 
 def _with_variant(name: str, variant: str | None) -> str:
@@ -167,56 +182,58 @@ def _with_variant(name: str, variant: str | None) -> str:
     return f"{first}.{variant}.{rest}"
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def _read_index(path: Path, most_bytes: int) -> dict[str, str]:
     """Return which file each tensor is in."""
-    if path.stat().st_size > _MOST_INDEX_BYTES:
-        msg = f"{path} is {format_bytes(path.stat().st_size)} long, which no index is"
+    file = InFile(path)
+    size = file.num_bytes()
+    if size > _MOST_INDEX_BYTES:
+        msg = f"{path} is {format_bytes(size)} long, which no index is"
         raise StoreError(msg)
-    content = _parse(path.read_bytes(), path)
+    content = _parse(_read_text(file, 0, size), path, most_bytes)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         msg = f"{path} has no weight_map, which says what is in which file"
         raise StoreError(msg)
     for name in weight_map.values():
-        plain = isinstance(name, str) and name not in ("", ".", "..")
+        if not isinstance(name, str):
+            msg = f"{path} names a {type(name).__name__}, which is no file in the same folder; it is not read"
+            raise StoreError(msg)
+        plain = name not in ("", ".", "..") and len(name) <= _MOST_FILE_NAME
         if not plain or name != Path(name).name or "\\" in name or "\0" in name:
-            msg = f"{path} names {name!r}, which is no file in the same folder; it is not read"
+            msg = f"{path} names {name[:_MOST_NAME]!r}, which is no file in the same folder; it is not read"
             raise StoreError(msg)
         if not name.endswith((".safetensors", ".bin")):
-            msg = f"{path} names {name!r}, which is neither .safetensors nor .bin"
+            msg = f"{path} names {name[:_MOST_NAME]!r}, which is neither .safetensors nor .bin"
             raise StoreError(msg)
     return weight_map
 
 
-def open_file(file: InFile) -> dict[str, LazyTensor]:
+def open_file(file: InFile, *, most_bytes: int) -> dict[str, LazyTensor]:
     """Return the tensors of one safetensors file, each checked against the file's length.
 
     Raises
     ------
     StoreError
-        It is missing or damaged.
+        It is missing or damaged, or what it says of its tensors takes more than ``most_bytes`` of RAM.
     """
     path, size = file.path, file.num_bytes()
-    start = bytearray(8)
     if size < 8:
         msg = (
             f"{path} is {size} bytes long, so it is no safetensors file; fetch it again"
         )
         raise StoreError(msg)
-    file.read_into(memoryview(start), 0)
-    length = int.from_bytes(start, "little")
+    length = int.from_bytes(_read_text(file, 0, 8), "little")
     if length > min(size - 8, _MOST_HEADER_BYTES):
         msg = (
             f"{path} announces a header of {length} bytes, the file is {size} bytes long and a header at most "
             f"{_MOST_HEADER_BYTES}; it is damaged, or no safetensors file"
         )
         raise StoreError(msg)
-    text = bytearray(length)
-    file.read_into(memoryview(text), 8)
-    header = _parse(bytes(text), path)
+    header = _parse(_read_text(file, 8, length), path, most_bytes, _TENSOR_BYTES)
     metadata = header.pop("__metadata__", None)
-    if metadata is not None and not isinstance(metadata, dict):
-        msg = f"{path}: its metadata are not a table; it is damaged"
+    texts = isinstance(metadata, dict) and all(isinstance(x, str) for x in metadata.values())  # fmt: skip
+    if metadata is not None and not texts:
+        msg = f"{path}: its metadata are not a table of texts; it is damaged"
         raise StoreError(msg)
     parts = {key: _part(file, key, entry, 8 + length) for key, entry in header.items()}
     end = 8 + length
@@ -241,11 +258,13 @@ def _part(file: InFile, key: str, entry: Any, begin: int) -> FilePart:
         good = lists and len(shape) <= _MOST_DIMS and len(offsets) == 2
         good = good and all(type(x) is int and 0 <= x < 2**63 for x in (*shape, *offsets))  # fmt: skip
         good = good and isinstance(kind, str)
+        # Also of a tensor without elements torch multiplies all lengths.
+        good = good and math.prod(max(x, 1) for x in shape) < 2**59
     if not good:
         msg = f"{file.path}: what it says of {key!r} is not dtype, shape and data_offsets; it is damaged"
         raise StoreError(msg)
     if kind not in DTYPES:
-        msg = f"{file.path}: {key!r} is {kind}, which cannot be read here; known are {', '.join(DTYPES)}"
+        msg = f"{file.path}: {key!r} is {kind[:80]!r}, which cannot be read here; known are {', '.join(DTYPES)}"
         raise StoreError(msg)
     dtype = DTYPES[kind]
     if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
@@ -257,18 +276,33 @@ def _part(file: InFile, key: str, entry: Any, begin: int) -> FilePart:
     return FilePart(key, file, begin + offsets[0], tuple(shape), dtype)
 
 
-def _parse(text: bytes, path: Path) -> dict[str, Any]:
+def _read_text(file: InFile, offset: int, length: int) -> bytes:
+    text = bytearray(length)
+    file.read_into(memoryview(text), offset)
+    return bytes(text)
+
+
+def _parse(
+    text: bytes, path: Path, most_bytes: int, table_bytes: int = 0
+) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) != len(pairs):
             msg = "a name comes twice"
             raise ValueError(msg)
+        for name in table:
+            name.encode()  # what no UTF-8 can say, an escape may: half of a character
+            if len(name) > _MOST_NAME:
+                msg = f"a name is {len(name)} characters long"
+                raise ValueError(msg)
         return table
 
     try:
-        content = json.loads(text, object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        msg = f"{path}: {error}; it is damaged"
+        content = parse_json(
+            text, most_bytes=most_bytes, table_bytes=table_bytes, pairs=once
+        )
+    except ValueError as error:
+        msg = f"{path}: {error}; it is damaged, or max_ram_gb is too small for it"
         raise StoreError(msg) from error
     if not isinstance(content, dict):
         msg = f"{path} is not a table; it is damaged"
@@ -279,7 +313,9 @@ def _parse(text: bytes, path: Path) -> dict[str, Any]:
 def _read_bin(file: InFile, most_bytes: int) -> dict[str, LazyTensor]:
     """Return the tensors of a file that torch.save wrote; where they are in it, torch says."""
     path, size = file.path, file.num_bytes()
-    zipped = zipfile.is_zipfile(path)
+    zipped = (
+        size >= 4 and _read_text(file, 0, 4) == b"PK\3\4"
+    )  # as torch tells them apart
     if not zipped and 3 * size > most_bytes:
         msg = (
             f"{path} is in the format of before torch 1.6, which can only be read whole: that takes up to "
@@ -289,35 +325,49 @@ def _read_bin(file: InFile, most_bytes: int) -> dict[str, LazyTensor]:
         raise StoreError(msg)
     try:
         if zipped:
-            _check_zip(path)
-            with FakeTensorMode():
-                state = torch.load(path, map_location="cpu", weights_only=True)
-        else:
+            _check_zip(path, most_bytes)
+        with FakeTensorMode() if zipped else nullcontext():
             state = torch.load(path, map_location="cpu", weights_only=True)
+        _check_plain(path, state)
+        if not zipped:
+            return {key: lazy(tree_of(key, value)) for key, value in state.items()}
+        return {key: _stored(file, key, x, size) for key, x in state.items()}
+    except StoreError:
+        raise
     except Exception as error:  # whatever a damaged or hostile file makes of it
-        msg = f"{path} holds more than tensors, or is damaged: {str(error).splitlines()[0] if str(error) else error!r}"
+        why = (str(error) or repr(error)).splitlines()[0][:_MOST_NAME]
+        msg = f"{path} holds more than tensors, or is damaged: {why}"
         raise StoreError(msg) from error
-    if not isinstance(state, dict) or not all(isinstance(k, str) for k in state):
+
+
+def _check_plain(path: Path, state: Any) -> None:
+    """Refuse what is no table of tensors, or holds one whose numbers are not its bytes: sparse, quantised, negated ones."""
+    if not isinstance(state, dict) or not all(
+        isinstance(key, str) and len(key) <= _MOST_NAME for key in state
+    ):
         msg = f"{path} holds no table of tensors by name"
         raise StoreError(msg)
-    found = {}
     for key, value in state.items():
         if not isinstance(value, Tensor):
             msg = f"{path}: {key!r} is a {type(value).__name__}, not a tensor"
             raise StoreError(msg)
-        if not zipped:
-            found[key] = lazy(tree_of(key, value))
-            continue
-        found[key] = _stored(file, key, value, size)
-    return found
+        plain = value.layout is torch.strided and value.device.type == "cpu"
+        if not plain or value.dtype not in DTYPES.values() or value.is_neg():
+            kind = f"{value.dtype}, {value.layout}, on {value.device.type}"
+            msg = f"{path}: {key!r} is a tensor of a kind that cannot be read here ({kind})"
+            raise StoreError(msg)
 
 
-def _check_zip(path: Path) -> None:
-    """Raise ValueError unless the tensors' bytes are in the file as they are in memory."""
+def _check_zip(path: Path, most_bytes: int) -> None:
+    """Raise ValueError unless the tensors' bytes are in the file as they are in memory, and the rest fits there."""
     with zipfile.ZipFile(path) as content:
         for info in content.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
                 msg = f"{info.filename} is compressed, which torch.save never does"
+                raise ValueError(msg)
+            needed = info.file_size * _PICKLE_BYTES
+            if "/data/" not in info.filename and needed > most_bytes:
+                msg = f"reading {info.filename} may take {format_bytes(needed)} of RAM, {format_bytes(most_bytes)} are allowed"  # fmt: skip
                 raise ValueError(msg)
             order = info.filename.endswith("/byteorder") and info.file_size < 16
             if order and content.read(info) != b"little":

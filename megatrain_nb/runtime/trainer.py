@@ -354,10 +354,27 @@ class Trainer(transformers.Trainer):
         return Path(self._get_output_dir(trial=trial)).absolute()
 
     def _referring(self, folders: list[Path]) -> dict[Path, str]:
-        """Return the checkpoint that each folder refers to, where the session has it."""
+        """Return the checkpoint that each folder refers to, where the session has it.
+
+        Where a folder cannot say it, that is the one called after it, as `_save_checkpoint` calls them; a save does
+        not fail for what an old folder has lost.
+        """
         names = {each.name for each in self.session.checkpoints()}
-        found = {folder: read_reference(folder)["checkpoint"] for folder in folders}
-        return {folder: name for folder, name in found.items() if name in names}
+        found = {}
+        for folder in folders:
+            try:
+                name = read_reference(folder)["checkpoint"]
+            except ArgumentError:
+                name = str(folder)
+                known = (
+                    "is taken for" if name in names else "and the session has not got"
+                )
+                note = f"{folder} does not say which checkpoint it refers to (megatrain.json is damaged), {known} the one of its name"  # fmt: skip
+                if note not in self.session.notes:
+                    self.session.note(note)
+            if name in names:
+                found[folder] = name
+        return found
 
     def _forget_removed(self) -> None:
         """Let checkpoints go whose folders transformers has deleted since the last save."""
@@ -439,8 +456,9 @@ class Trainer(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
-        reference = read_reference(Path(self.state.best_model_checkpoint))
-        self.session.resume(reference["checkpoint"], weights_only=True)
+        best = Path(self.state.best_model_checkpoint)
+        name = self._referring([best]).get(best, str(best))
+        self.session.resume(name, weights_only=True)
 
 
 class _Progress:

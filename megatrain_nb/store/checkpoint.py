@@ -24,6 +24,7 @@ from xxhash import xxh3_64_hexdigest
 
 from megatrain_nb.errors import StoreError
 from megatrain_nb.store.manifest import Manifest, format_tiles, parse_tiles
+from megatrain_nb.store.parsing import parse_json
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _CHECKSUMS = "checksums"
 PROBE_NAME = re.compile(r"\.megatrain-probe-\d+")
 FILE_NAMES = frozenset((_MANIFEST, _STATE, _TENSORS, _CHECKSUMS))
 _MAX_FILE_BYTES = 2**30
+# What parsing one of the files may take of RAM: enough for 300,000 tiles.
+_MAX_PARSED_BYTES = 2**31
 _MAX_NAME = 1000
 _MAX_STEP = 2**53
 
@@ -310,8 +313,8 @@ def _read_files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
 
 def _parse_json(folder: Path, name: str, data: bytes) -> Any:
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return parse_json(data, most_bytes=_MAX_PARSED_BYTES)
+    except ValueError as error:
         raise StoreError(_why_unreadable(folder, f"{name}: {error}")) from error
 
 

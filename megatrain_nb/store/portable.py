@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 120.0
 _NUM_THREADS = 2
 _NUM_TILES = 3
+# What a tile of a folder from elsewhere may take of RAM; a session writes tiles of a quarter of it at most.
+_MOST_TILE_BYTES = 64 << 20
 
 
 def export_checkpoint(checkpoint: Checkpoint, store: DiskStore, folder: Path) -> Path:
@@ -110,6 +112,13 @@ def import_checkpoint(
             msg = f"{folder} holds {len(found)} checkpoints, not one; give a folder that export_checkpoint made"
             raise ArgumentError(msg)
         pinned = found[0].manifest
+        largest = max((tile.nbytes for tile in pinned.tiles.values()), default=0)
+        if largest > _MOST_TILE_BYTES:
+            msg = (
+                f"{found[0].folder} has a tile of {format_bytes(largest)}, and no session writes one of more than "
+                f"{format_bytes(_MOST_TILE_BYTES)}; it is damaged"
+            )
+            raise StoreError(msg)
         source = _open(folder, packing=pinned.packed, pinned=[pinned])
         closing.callback(source.close)
         manifest = _copy_tiles(pinned, source, store)

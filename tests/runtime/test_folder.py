@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 import megatrain_nb as mt
 from megatrain_nb.runtime import exchange, folder
 from tests.runtime.models import auto_class, make_model
-from tests.runtime.plain import assert_same, parameters
+from tests.runtime.plain import assert_same, opened, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -250,3 +250,28 @@ def test_a_tokenizer_and_the_architecture_are_written(tmp_path: Path) -> None:
     assert_same(
         load_file(tmp_path / "model.safetensors"), parameters(model), "saved weight"
     )
+
+
+@pytest.mark.parametrize("where", ["the earlier save", "a folder", "a file"])
+def test_a_folder_from_elsewhere_leads_nowhere(tmp_path: Path, where: str) -> None:
+    """It may claim that a crash left an earlier save to be put back, through links."""
+    outside, directory = tmp_path / "outside", tmp_path / "model"
+    kept = directory / ".megatrain-earlier"
+    outside.mkdir()
+    for name in ("keys", "whole"):
+        (outside / name).write_text("mine")
+    directory.mkdir()
+    if where == "the earlier save":
+        kept.symlink_to(outside)
+    else:
+        (kept / "sub").mkdir(parents=True)
+        (kept / "whole").touch()
+        if where == "a folder":
+            (kept / "sub" / "keys").write_text("theirs")
+            (directory / "sub").symlink_to(outside)
+        else:
+            (kept / "config.json").symlink_to(outside / "keys")
+    with opened(tmp_path / "s", "ram"), pytest.raises(mt.StoreError, match="is a link"):
+        mt.from_pretrained(auto_class("llama"), directory)
+    assert {x.name: x.read_text() for x in outside.iterdir()} == dict.fromkeys(("keys", "whole"), "mine")  # fmt: skip
+    assert not (directory / "config.json").exists()

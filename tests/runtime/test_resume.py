@@ -330,6 +330,67 @@ def test_the_best_model_at_the_end(tmp_path: Path, limit: int) -> None:
         assert sorted(names(session)) == folders(tmp_path / "b")
 
 
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"checkpoint": "x"}', b"\xff", b"[" * 9000, bytes(2**17)])  # fmt: skip
+def test_a_folder_that_lost_its_reference(tmp_path: Path, content: bytes) -> None:
+    """No save fails for it, the user is told, and it is still the checkpoint that it is called after."""
+    run = tmp_path / "a"
+
+    class Damages(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                (folder_of(run, 1) / "megatrain.json").write_bytes(content)
+
+    args = {"max_steps": 4, "save_steps": 1, "save_total_limit": 2}
+    with opened(tmp_path / "s", "mixed") as session:
+        trainer = made(run, make_model("llama"), args=args, callbacks=[Damages()])
+        trainer.train()
+        assert names(session) == folders(run) == ["checkpoint-3", "checkpoint-4"]
+        told = [note for note in session.notes if "megatrain.json is damaged" in note]
+        assert len(told) == 1
+        assert f"{folder_of(run, 1)} does not say" in told[0]
+        expected = snapshot(trainer.model, trainer.streamed_optimizer)
+        (folder_of(run, 4) / "megatrain.json").write_bytes(content)
+        trainer = made(run, make_model("llama"), seed=1, args=args)
+        trainer.train(resume_from_checkpoint=True)
+        assert trainer.state.global_step == 4
+        assert differing(snapshot(trainer.model, trainer.streamed_optimizer), expected) == []  # fmt: skip
+
+
+def test_the_best_folder_that_lost_its_reference(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    args = {
+        "max_steps": 3,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "save_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "worse",
+        "greater_is_better": False,
+    }
+    values = iter([1.0, 2.0, 3.0])
+
+    class Damages(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                (folder_of(run, 1) / "megatrain.json").write_bytes(b"{")
+
+    with opened(tmp_path / "s", "ram") as session:
+        trainer = made(
+            run,
+            make_model("llama"),
+            args=args,
+            eval_dataset=Rows(size=4),
+            compute_metrics=lambda _: {"worse": next(values)},
+            callbacks=[Damages()],
+        )
+        trainer.train()
+        best = snapshot(trainer.model)
+        session.resume(str(folder_of(run, 1)), weights_only=True)
+        assert differing(snapshot(trainer.model), best) == []
+        session.resume(str(folder_of(run, 3)), weights_only=True)
+        assert differing(snapshot(trainer.model), best) != []
+
+
 def test_early_stopping_goes_on_counting(tmp_path: Path) -> None:
     metrics = iter([1.0, 2.0, 3.0, 4.0])
     args = {
@@ -365,7 +426,9 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
         trainer = made(tmp_path / "a", make_model("llama"), args={"max_steps": 2})
         with pytest.raises(mt.ArgumentError, match="refers to no checkpoint"):
             trainer.train(resume_from_checkpoint=True)
-        for wanted in (tmp_path, str(tmp_path / "missing")):
+        (tmp_path / "pipe").mkdir()
+        os.mkfifo(tmp_path / "pipe" / "megatrain.json")  # whoever opens it waits
+        for wanted in (tmp_path, str(tmp_path / "missing"), tmp_path / "pipe"):
             with pytest.raises(
                 mt.ArgumentError, match=r"not a checkpoint of mt\.Train"
             ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -308,6 +310,35 @@ def test_twenty_steps_from_a_config(place: str, tmp_path: Path) -> None:
         assert ulps(*map(torch.from_numpy, (mine.predictions, other.predictions))) == 0
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert_same(parameters(loaded), parameters(theirs.model), "parameter")
+
+
+def test_what_is_pushed_to_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ordinary folder with a card; checkpoints stay here."""
+
+    class Hub:
+        def create_repo(self, name: str, **_: Any) -> Any:
+            return SimpleNamespace(repo_id=f"somebody/{name}")
+
+        def upload_folder(self, *, folder_path: str, ignore_patterns: Any, **_: Any) -> str:  # fmt: skip
+            assert "checkpoint-*" in ignore_patterns
+            ignore = shutil.ignore_patterns(*ignore_patterns)
+            shutil.copytree(folder_path, tmp_path / "hub", ignore=ignore)
+            return "pushed"
+
+    monkeypatch.setattr(transformers.trainer, "hf_api", Hub)
+    args = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    with opened(tmp_path / "store", "disk"):
+        trainer: Any = run(mt.Trainer, make_model("llama"), Variant(args), tmp_path / "out")  # fmt: skip
+        assert trainer.push_to_hub() == "pushed"
+        expected = parameters(trainer.model)
+    found = sorted(path.name for path in (tmp_path / "hub").iterdir())
+    assert found == [
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "training_args.bin"
+    ]  # fmt: skip
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hub")
+    assert_same(parameters(loaded), expected, "parameter")
 
 
 def test_evaluation_and_prediction_before_training(tmp_path: Path) -> None:

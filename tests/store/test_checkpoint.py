@@ -348,3 +348,18 @@ def test_import_checks_room_and_owner(
         import_checkpoint(empty / "missing", target, number=1)
     shutil.rmtree(empty)
     target.close()
+
+
+def test_a_tile_that_no_session_writes_is_not_copied(
+    tmp_path_factory: pytest.TempPathFactory, taken: Checkpoint
+) -> None:
+    """Three tiles are in RAM at a time, of whatever length the folder says."""
+    size = 2**30
+    place = {"parts": [[0, size]], "nbytes": size, "packed_bytes": size}
+    rewritten(taken, lambda content: tile_of(content).update(place))
+    directory = taken.folder.parents[1]
+    os.truncate(directory / "tiles.bin", 2 * size)
+    target = DiskStore(tmp_path_factory.mktemp("other"))
+    with pytest.raises(StoreError, match=r"a tile of 1\.07 GB, .* it is damaged"):
+        import_checkpoint(directory, target, number=1)
+    target.close()
