@@ -8,21 +8,23 @@ import threading
 import time
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 
 import megatrain_nb as mt
 from megatrain_nb.notebook import chart
-from megatrain_nb.notebook.buttons import Subshells, why_no_buttons
+from megatrain_nb.notebook.buttons import NO_ANSWER, Subshells, why_no_buttons
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.notebook.surface import (
+    HtmlSurface,
     TextSurface,
     WidgetSurface,
     display_mode,
     open_surface,
 )
-from megatrain_nb.notebook.view import Watch
+from megatrain_nb.notebook.view import View, Watch
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.recorder import Recorder
 from tests.notebook.test_magics import INIT, run, text_displays
@@ -75,8 +77,10 @@ def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
     panel.stop.click()
     assert controls.stopping
     watch.state = "training"
+    frontend_draws(panel)
     surface.show(watch.snapshot())
     assert panel.stop.disabled
+    assert not panel.pause.disabled
     surface.finish(watch.snapshot())
     watch.follow(None)
 
@@ -211,6 +215,8 @@ def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
     surface = WidgetSurface(watch, Subshells(None))
     panel: Any = surface._panel
     surface.show(watch.snapshot())
+    frontend_draws(panel)
+    surface.show(watch.snapshot())
     assert panel.pause.disabled
     assert panel.rate.disabled
     run(shell, f"s = %megatrain {INIT}")
@@ -261,7 +267,7 @@ def test_widgets_are_drawn_for_no_request() -> None:
     assert not Subshells(None).possible
 
 
-def test_buttons_are_grey_until_a_subshell_is_there_and_go_if_none_comes(
+def test_buttons_are_grey_until_a_click_would_be_read_and_go_meanwhile(
     watch: Watch, shell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request: ContextVar[dict[str, str]] = ContextVar("request")
@@ -272,19 +278,49 @@ def test_buttons_are_grey_until_a_subshell_is_there_and_go_if_none_comes(
     surface.show(watch.snapshot())
     assert panel.stop.disabled
     assert panel.pause.disabled
+    assert panel._asking is None  # the answer would wait for the cell
     made.append("1")
     surface.show(watch.snapshot())
+    assert panel._asking is not None
+    assert panel.stop.disabled  # a subshell alone proves nothing
+    before = widgets_alive()
+    for _ in range(4):
+        monkeypatch.setattr(surface, "_next_ask_s", 0.0)
+        surface.show(watch.snapshot())
+    assert widgets_alive() == before
+    monkeypatch.setattr(surface, "_patience_ends_s", 0.0)
+    surface.show(watch.snapshot())
+    assert panel.row.layout.display == "none"
+    assert "no buttons here: why" in panel.picture.value
+    frontend_draws(panel)
+    surface.show(watch.snapshot())
+    assert panel.row.layout.display is None
+    assert "no buttons" not in panel.picture.value
     assert not panel.stop.disabled
     assert not panel.pause.disabled
-    made.clear()
-    monkeypatch.setattr(surface, "_patience_ends_s", 0.0)
-    before = widgets_alive()
-    surface.show(watch.snapshot())
-    assert widgets_alive() < before
-    assert "no buttons here: why" in shell.display_pub.outputs[-1]["data"]["text/html"]
     surface.finish(watch.snapshot())
     assert "no buttons" not in shell.display_pub.outputs[-1]["data"]["text/html"]
     watch.follow(None)
+
+
+def test_where_nothing_answers_a_cell_that_awaits_there_are_no_buttons(
+    watch: Watch, shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    surface = WidgetSurface(watch, Subshells(shell))
+    panel: Any = surface._panel
+    surface.show(watch.snapshot())
+    assert panel.stop.disabled
+    monkeypatch.setattr(surface, "_patience_ends_s", 0.0)
+    surface.show(watch.snapshot())
+    assert panel.row.layout.display == "none"
+    assert NO_ANSWER.split("'")[0] in panel.picture.value
+    surface.clear()
+    watch.follow(None)
+
+
+def frontend_draws(panel: Any) -> None:
+    """Do what a frontend does once it has drawn the widget that is not seen."""
+    panel._asking.set_state({"_view_count": 1})
 
 
 @pytest.mark.parametrize(
@@ -316,13 +352,36 @@ def test_how_a_run_ended(
     watch.follow(None)
 
 
+def test_a_view_is_drawn_four_times_a_second_at_most(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [time.perf_counter()]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.thread_time", lambda: 0.0)
+    drawn = []
+    surface = SimpleNamespace(
+        period_s=HtmlSurface.period_s, show=lambda _: drawn.append(clock[0])
+    )
+    view = View(watch, lambda: cast("Any", surface))
+    clock[0] += 1.0
+    for _ in range(1000):
+        view.refresh()
+        clock[0] += 0.01
+    assert 36 <= len(drawn) <= 40  # in ten seconds
+    assert min(np.diff(drawn)) > 0.249
+    watch.follow(None)
+
+
 def test_text_comes_at_sensible_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     surface = TextSurface()
     surface.show(Snapshot(doing="line 2: x"))
-    assert capsys.readouterr().out == ""  # nothing trains yet
+    surface.show(Snapshot(state="training", elapsed_s=1.0))
+    assert capsys.readouterr().out == ""  # nothing trains, or there is nothing to tell
+    surface.show(Snapshot(state="training", elapsed_s=11.0))
+    assert "Step 0: 11 s elapsed" in capsys.readouterr().out
     periods = []
     for elapsed_s in (1.0, 1000.0, 100_000.0):
-        surface.show(Snapshot(state="training", elapsed_s=elapsed_s))
+        surface.show(Snapshot(state="training", elapsed_s=elapsed_s, num_done=1))
         periods.append(surface.period_s)
     assert periods == [10.0, 20.0, 60.0]
     assert len(capsys.readouterr().out.splitlines()) == 3
