@@ -74,14 +74,10 @@ class Panel:
         if before is not None:
             _close(before)
 
-    def show(self, html: str, state: str, *, offered: bool = True) -> None:
-        """Draw a page, and say on the buttons what they would do now.
-
-        They are grey until the frontend has answered; ``offered`` is whether they are there at all.
-        """
+    def show(self, html: str, state: str) -> None:
+        """Draw a page, and say on the buttons what they would do now; grey until the frontend has answered."""
         controls = self._watch.controls
         silent = controls is None or not self.answered
-        self._set(self.row.layout, "display", None if offered else "none")
         for each in (self.pause, self.save, self.logging, self.rate):
             self._set(each, "disabled", silent)
         paused = controls is not None and controls.paused

@@ -195,7 +195,7 @@ class HtmlSurface:
 
     def show(self, snap: Snapshot) -> None:
         """Draw in place of the last drawing."""
-        self._add_hint(snap)
+        snap.said = "; ".join(part for part in (snap.said, self._hint) if part)
         self._handle = _put(self._handle, _page(snap))
 
     def finish(self, snap: Snapshot) -> None:
@@ -210,9 +210,6 @@ class HtmlSurface:
         """Draw nothing in place of the last drawing."""
         self._handle = _put(self._handle, {"text/html": "", "text/plain": ""})
 
-    def _add_hint(self, snap: Snapshot) -> None:
-        snap.said = "; ".join(part for part in (snap.said, self._hint) if part)
-
 
 class UnattendedSurface(TextSurface):
     """Lines for a log while it runs; the notebook that is kept gets the summary and the chart."""
@@ -225,8 +222,8 @@ class UnattendedSurface(TextSurface):
 class WidgetSurface(HtmlSurface):
     """The same below buttons; the widgets are gone when the run is.
 
-    Buttons are grey until the frontend has answered `Panel.ask`. Where it does not in time, they are not shown, and it
-    is said why; if it answers later, they come.
+    Buttons are grey until the frontend has answered `Panel.ask`. Where it does not in time (it may know no widgets), the
+    widgets go, and it is said why.
 
     Parameters
     ----------
@@ -263,23 +260,28 @@ class WidgetSurface(HtmlSurface):
             self._chart = _put(None, empty)
 
     def show(self, snap: Snapshot) -> None:
-        """Draw below the buttons; without them where nobody would read a click."""
-        panel = self._panel
-        if panel is None:
+        """Draw below the buttons; without them, and without widgets, where nothing has answered in time."""
+        self._ask()
+        if self._panel is None:
             super().show(snap)
             return
-        now_s = time.perf_counter()
+        html = _render().page(snap)
+        self._context.run(self._panel.show, html, snap.state)
+
+    def _ask(self) -> None:
+        """Ask the frontend until it has answered; give its widgets up when it has not for long."""
+        panel, now_s = self._panel, time.perf_counter()
+        if panel is None or panel.answered:
+            return
+        if now_s > self._patience_ends_s:
+            self._close()
+            return
         # Before a subshell is there, an answer would wait for the cell as a click would.
         readable = not self._busy or self._subshells.there()
-        if not panel.answered and readable and now_s >= self._next_ask_s:
+        if readable and now_s >= self._next_ask_s:
             self._context.run(panel.ask)
             self._next_ask_s = now_s + self._ask_after_s
             self._ask_after_s *= 2
-        offered = panel.answered or now_s < self._patience_ends_s
-        if not offered:
-            self._add_hint(snap)
-        html = _render().page(snap)
-        self._context.run(panel.show, html, snap.state, offered=offered)
 
     def finish(self, snap: Snapshot) -> None:
         """Replace the widgets by the summary."""
