@@ -120,7 +120,8 @@ def share_in_ram(layout: Layout, rows: Sequence[StepRow]) -> NDArray[np.float32]
     whole = np.array(layout.num_bytes(), np.float64)
     weights = whole / np.maximum(whole.sum(axis=0), 1.0)
     in_ram = np.array([row.in_ram for row in rows])
-    return np.einsum("rgb,gb->br", in_ram, weights).astype(np.float32)
+    shares: NDArray[np.float32] = np.einsum("rgb,gb->br", in_ram, weights)
+    return shares.astype(np.float32)
 
 
 def map_rows(rows: Sequence[StepRow]) -> list[StepRow]:

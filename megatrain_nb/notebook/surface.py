@@ -72,7 +72,8 @@ def display_mode(shell: InteractiveShell, wanted: str | None = None) -> str:
     if not has_kernel(shell):
         return "text"
     # What executes notebooks by itself (nbclient, papermill, nbval) says that it answers no input().
-    if not getattr(shell.kernel, "_allow_stdin", True):
+    kernel: Any = getattr(shell, "kernel", None)
+    if not getattr(kernel, "_allow_stdin", True):
         return "unattended"
     # Jupyter Server names the notebook; others may have no way back from a widget.
     if "JPY_SESSION_NAME" in os.environ and importlib.util.find_spec("ipywidgets"):

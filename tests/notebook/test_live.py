@@ -211,6 +211,19 @@ def test_a_second_session_begins_anew(
     assert first.status().elapsed_s == before  # its time stands still
 
 
+def test_what_was_said_of_an_earlier_run_is_not_said_again(
+    watch: Watch, fake: types.ModuleType
+) -> None:
+    fake.current.controls.save("out")
+    assert watch.snapshot().said == "saving after this step"
+    watch.follow(None)
+    assert watch.snapshot().said == "saving after this step"
+    another = Watch(shown=True)
+    another.follow(fake.current)
+    assert another.snapshot().said == ""
+    another.follow(None)
+
+
 def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
     watch = Watch(shown=True)
     surface = WidgetSurface(watch, Subshells(None))
@@ -279,10 +292,10 @@ def test_buttons_are_grey_until_a_click_would_be_read(
     surface.show(watch.snapshot())
     assert panel.stop.disabled
     assert panel.pause.disabled
-    assert panel._asking is None  # the answer would wait for the cell
+    assert not panel._unseen.children  # the answer would wait for the cell
     made.append("1")
     surface.show(watch.snapshot())
-    assert panel._asking is not None
+    assert panel._unseen.children
     assert panel.stop.disabled  # a subshell alone proves nothing
     before = widgets_alive()
     for _ in range(4):

@@ -32,8 +32,9 @@ def executed(request: pytest.FixtureRequest) -> Iterator[Any]:
     # A terminal of JupyterLab's passes this on, and still nobody looks on.
     patch.setenv("JPY_SESSION_NAME", "of-another-notebook.ipynb")
     sources = [SETUP, request.param, AFTER]
-    cells = [nbformat.v4.new_code_cell(source) for source in sources]
-    notebook = nbformat.v4.new_notebook(cells=cells)
+    v4: Any = nbformat.v4
+    cells = [v4.new_code_cell(source) for source in sources]
+    notebook = v4.new_notebook(cells=cells)
     resources = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, timeout=60, resources=resources).execute()
     yield notebook
@@ -59,8 +60,8 @@ def test_lines_while_it_trains_and_a_summary_that_is_kept(executed: Any) -> None
 
 
 def test_the_executed_notebook_as_html_and_as_a_script(executed: Any) -> None:
-    html, _ = HTMLExporter().from_notebook_node(executed)
+    exporters: list[Any] = [HTMLExporter, PythonExporter]
+    html, script = (each().from_notebook_node(executed)[0] for each in exporters)
     assert html.count("Step 30 of 30</span>") == 1
-    script, _ = PythonExporter().from_notebook_node(executed)
     compile(script, "script", "exec")
     assert "s.train(30, seconds=0.05)" in script
