@@ -5,6 +5,10 @@ Notebook (from 7.4 on) send clicks to a *subshell* instead, a thread of the kern
 them on to whoever drew the widget last, as part of which request: that is the busy cell. What is drawn for no request
 at all stays with the subshell. ipykernel has no public name for "for no request", so its variable is set in a
 context of its own. A frontend makes its subshell when the first widget appears: whether it does is known a little later.
+
+A subshell that is there does not prove that clicks come through it, nor does a release of ipykernel that they are read.
+So the way is tried before it is offered: `Panel.ask` draws a widget that is not seen, of which a frontend tells the
+kernel when it has drawn it. What it tells takes the way of a click.
 """
 
 from __future__ import annotations
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
 _FIRST_ANSWERS = 7  # ipykernel: messages of widgets are handled while a cell awaits
 _INSTEAD = (
     "the kernel's interrupt stops it, and %%megatrain train --background has buttons"
+)
+NO_ANSWER = (
+    "no buttons here: what shows this has not answered the kernel; the kernel's interrupt stops a cell that waits, "
+    "and stop() a run in the background"
 )
 
 

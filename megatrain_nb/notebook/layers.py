@@ -119,8 +119,9 @@ def share_in_ram(layout: Layout, rows: Sequence[StepRow]) -> NDArray[np.float32]
     """Return the share of each block's weights, gradients and states that was in RAM, by block and row."""
     whole = np.array(layout.num_bytes(), np.float64)
     weights = whole / np.maximum(whole.sum(axis=0), 1.0)
-    columns = [(row.in_ram * weights).sum(axis=0) for row in rows]
-    return np.stack(columns, axis=1).astype(np.float32)
+    in_ram = np.array([row.in_ram for row in rows])
+    shares: NDArray[np.float32] = np.einsum("rgb,gb->br", in_ram, weights)
+    return shares.astype(np.float32)
 
 
 def map_rows(rows: Sequence[StepRow]) -> list[StepRow]:

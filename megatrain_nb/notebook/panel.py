@@ -20,6 +20,11 @@ class Panel:
     """Buttons, fields and the picture.
 
     What a click calls only notes a request: it may come on any thread.
+
+    Attributes
+    ----------
+    answered
+        The frontend has answered `ask`: what it sends is read, so a click would be.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -47,21 +52,32 @@ class Panel:
         self.logging.layout.display = "none"  # until somebody logs
         self._told: tuple[float, int] = (1.0, 0)
         self.picture = widgets.HTML()
+        self.answered = False
+        self._asking: widgets.HTML | None = None
+        self._unseen = widgets.HBox(layout={"display": "none"})
         self.row = widgets.HBox(
             [self.pause, self.stop, self.save, self.logging, self.rate],
             layout={"flex_flow": "row wrap"},
         )
-        self.box = widgets.VBox([self.row, self.picture])
+        self.box = widgets.VBox([self.row, self.picture, self._unseen])
         self.pause.on_click(lambda _: self._ask(_toggle))
         self.stop.on_click(lambda _: self._ask(lambda controls: controls.stop()))
         self.save.on_click(lambda _: self._ask(lambda controls: controls.save()))
         self.logging.observe(self._set_logging, "value")
         self.rate.observe(self._set_rate, "value")
 
-    def show(self, html: str, state: str, *, answers: bool = True) -> None:
-        """Draw a page, and say on the buttons what they would do now; grey while nobody ``answers``."""
+    def ask(self) -> None:
+        """Draw something that is not seen: a frontend tells the kernel of its view, as it would tell of a click."""
+        before, self._asking = self._asking, widgets.HTML(_view_count=0)
+        self._asking.observe(self._hear, "_view_count")
+        self._unseen.children = (self._asking,)
+        if before is not None:
+            _close(before)
+
+    def show(self, html: str, state: str) -> None:
+        """Draw a page, and say on the buttons what they would do now; grey until the frontend has answered."""
         controls = self._watch.controls
-        silent = controls is None or not answers
+        silent = controls is None or not self.answered
         for each in (self.pause, self.save, self.logging, self.rate):
             self._set(each, "disabled", silent)
         paused = controls is not None and controls.paused
@@ -87,11 +103,12 @@ class Panel:
 
     def close(self) -> None:
         """Take every widget away, from the kernel as well."""
-        for widget in (*self.row.children, self.picture, self.row, self.box):
-            for part in ("style", "layout"):
-                with contextlib.suppress(AttributeError):
-                    getattr(widget, part).close()
-            widget.close()
+        shown = (*self.row.children, self.picture, *self._unseen.children)
+        for widget in (*shown, self.row, self._unseen, self.box):
+            _close(widget)
+
+    def _hear(self, _change: Any) -> None:
+        self.answered = True
 
     @staticmethod
     def _set(widget: Any, name: str, value: object) -> None:
@@ -114,6 +131,13 @@ class Panel:
     def _set_rate(self, change: Any) -> None:
         factor = float(change["new"])
         self._ask(lambda controls: setattr(controls, "lr_factor", factor))
+
+
+def _close(widget: Any) -> None:
+    for part in ("style", "layout"):
+        with contextlib.suppress(AttributeError):
+            getattr(widget, part).close()
+    widget.close()
 
 
 def _log_every(controls: Controls, steps: int) -> None:

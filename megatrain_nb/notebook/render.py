@@ -143,14 +143,15 @@ def _loss(snap: Snapshot) -> str:
         f'{title("Loss")}<div style="font-size:22px;font-weight:600;line-height:1.2">'
         f"{number(snap.loss)}</div>"
     )
-    if len(snap.losses) < 2:
+    losses = snap.losses
+    if len(losses) < 2:
         return head
-    (x0, y0), (x1, y1) = snap.losses[0], snap.losses[-1]
+    (x0, y0), (x1, y1) = losses[0], losses[-1]
     found = [(step, each.get("eval_loss", math.nan)) for step, each in snap.evaluations]
     evaluated = [(x, y) for x, y in found if math.isfinite(y)]
-    source = svg_address(curves([(BLUE, snap.losses), (ORANGE, evaluated)]))
+    source = svg_address(curves([(BLUE, losses), (ORANGE, evaluated)]))
     told = f"Loss from {y0:.3g} at step {x0} to {y1:.3g} at step {x1}"
-    lowest = number(min(y for _, y in snap.losses))
+    lowest = number(min(y for _, y in losses))
     ends = between(f"step {x0}: {number(y0)}", f"lowest {lowest}", f"step {x1}")
     return f"{head}{image(source, told, height=64)}{ends}"
 

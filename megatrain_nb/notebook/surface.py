@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain_nb.errors import ArgumentError
-from megatrain_nb.notebook.buttons import Subshells, why_no_buttons
+from megatrain_nb.notebook.buttons import NO_ANSWER, Subshells, why_no_buttons
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,8 @@ MODES = ("auto", "widget", "html", "text", "none")
 _PERIOD_S = 0.25
 _TEXT_PERIOD_S, _TEXT_SHARE, _MAX_TEXT_PERIOD_S = 10.0, 0.02, 60.0
 _LINE_PERIOD_S = 1.0
-_PATIENCE_S = 10.0  # a frontend takes less than one to make a subshell
+_PATIENCE_S = 10.0  # a frontend takes less than one to answer
+_FIRST_ASK_S = 1.0  # twice as long before each further one
 
 
 def check_mode(wanted: str | None, *, name: str) -> str:
@@ -58,13 +59,23 @@ def has_kernel(shell: InteractiveShell | None) -> bool:
 
 
 def display_mode(shell: InteractiveShell, wanted: str | None = None) -> str:
-    """Return ``widget``, ``html``, ``text`` or ``none``: as `check_mode` says, else what the shell can."""
+    """Return how to show a run: as `check_mode` says, else what the shell can.
+
+    Returns
+    -------
+    str
+        ``widget``, ``html``, ``text`` or ``none``; ``unattended`` in a kernel where nobody looks on.
+    """
     mode = check_mode(wanted, name="--display")
     if mode != "auto":
         return mode
     if not has_kernel(shell):
         return "text"
-    # Jupyter Server names the notebook; nbclient and papermill do not, and have nobody who clicks.
+    # What executes notebooks by itself (nbclient, papermill, nbval) says that it answers no input().
+    kernel: Any = getattr(shell, "kernel", None)
+    if not getattr(kernel, "_allow_stdin", True):
+        return "unattended"
+    # Jupyter Server names the notebook; others may have no way back from a widget.
     if "JPY_SESSION_NAME" in os.environ and importlib.util.find_spec("ipywidgets"):
         return "widget"
     return "html"
@@ -88,6 +99,8 @@ def open_surface(
         return None
     if mode == "text":
         return LineSurface if sys.stdout.isatty() else TextSurface
+    if mode == "unattended":
+        return UnattendedSurface
     _render()  # now: later the cell's own imports compete for the interpreter
     if mode == "html":
         return HtmlSurface
@@ -120,8 +133,10 @@ class TextSurface:
     period_s = _PERIOD_S
 
     def show(self, snap: Snapshot) -> None:
-        """Print a line, once training has begun."""
+        """Print a line, once a step is done or training takes long to do one."""
         if snap.state == "waiting":
+            return
+        if not snap.num_done and snap.elapsed_s < _TEXT_PERIOD_S:
             return
         self._print(_render().text_line(snap))
         share_s = min(_TEXT_SHARE * snap.elapsed_s, _MAX_TEXT_PERIOD_S)
@@ -197,8 +212,19 @@ class HtmlSurface:
         self._handle = _put(self._handle, {"text/html": "", "text/plain": ""})
 
 
+class UnattendedSurface(TextSurface):
+    """Lines for a log while it runs; the notebook that is kept gets the summary and the chart."""
+
+    def finish(self, snap: Snapshot) -> None:
+        """Draw the end as `HtmlSurface` does."""
+        HtmlSurface().finish(snap)
+
+
 class WidgetSurface(HtmlSurface):
     """The same below buttons; the widgets are gone when the run is.
+
+    Buttons are grey until the frontend has answered `Panel.ask`. Where it does not in time (it may know no widgets), the
+    widgets go, and it is said why.
 
     Parameters
     ----------
@@ -207,8 +233,7 @@ class WidgetSurface(HtmlSurface):
     subshells
         What may read clicks, see `megatrain_nb.notebook.buttons`.
     hint
-        Why buttons do not answer unless a subshell reads them; empty where they do. If none is made in time, they go,
-        and the hint is shown.
+        Why buttons do not answer unless a subshell reads clicks; empty where the kernel's main thread does.
     reserve_chart
         Make room for the chart at once.
     """
@@ -221,11 +246,13 @@ class WidgetSurface(HtmlSurface):
         hint: str = "",
         reserve_chart: bool = False,
     ) -> None:
-        super().__init__(hint)
+        super().__init__(hint or NO_ANSWER)
         module = importlib.import_module("megatrain_nb.notebook.panel")
         self._subshells = subshells
+        self._busy = bool(hint)
         self._context = subshells.context()
         self._patience_ends_s = time.perf_counter() + _PATIENCE_S
+        self._next_ask_s, self._ask_after_s = 0.0, _FIRST_ASK_S
         panel: Panel = self._context.run(module.Panel, watch)
         self._panel: Panel | None = panel
         self._handle = _display(panel.box)
@@ -234,15 +261,28 @@ class WidgetSurface(HtmlSurface):
             self._chart = _put(None, empty)
 
     def show(self, snap: Snapshot) -> None:
-        """Draw below the buttons; without them where nobody would read a click."""
-        answers = not self._hint or self._subshells.there()
-        if not answers and time.perf_counter() > self._patience_ends_s:
-            self._close()
+        """Draw below the buttons; without them, and without widgets, where nothing has answered in time."""
+        self._ask()
         if self._panel is None:
             super().show(snap)
             return
         html = _render().page(snap)
-        self._context.run(self._panel.show, html, snap.state, answers=answers)
+        self._context.run(self._panel.show, html, snap.state)
+
+    def _ask(self) -> None:
+        """Ask the frontend until it has answered; give its widgets up when it has not for long."""
+        panel, now_s = self._panel, time.perf_counter()
+        if panel is None or panel.answered:
+            return
+        if now_s > self._patience_ends_s:
+            self._close()
+            return
+        # Before a subshell is there, an answer would wait for the cell as a click would.
+        readable = not self._busy or self._subshells.there()
+        if readable and now_s >= self._next_ask_s:
+            self._context.run(panel.ask)
+            self._next_ask_s = now_s + self._ask_after_s
+            self._ask_after_s *= 2
 
     def finish(self, snap: Snapshot) -> None:
         """Replace the widgets by the summary."""

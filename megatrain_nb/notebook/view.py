@@ -80,6 +80,7 @@ class Watch:
         self._session = session
         if session is not None:
             session.controls.was_stopped = False
+            session.controls.forget_said()
             session.shown = self._shown
             module = importlib.import_module("megatrain_nb.runtime.recorder")
             self.recorder = module.Recorder()

@@ -67,6 +67,10 @@ class Controls:
         """What the last request led to, in a sentence; empty if there was none."""
         return self._said
 
+    def forget_said(self) -> None:
+        """Say nothing of an earlier run any more."""
+        self._said = ""
+
     @property
     def lr_factor(self) -> float:
         """Every learning rate is multiplied by this."""

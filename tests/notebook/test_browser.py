@@ -84,13 +84,6 @@ def answers() -> bool:
     return int(lab_has("ipykernel").split(".")[0]) >= 7
 
 
-@pytest.fixture(scope="module")
-def busy_answers() -> bool:
-    """Whether they answer while a cell keeps the main thread busy: tried with ipykernel 7.4 (docs/dashboard.md)."""
-    major, minor, *_ = lab_has("ipykernel").split(".")
-    return (int(major), int(minor)) >= (7, 4)
-
-
 def outputs(page: Any) -> Any:
     return page.locator(".jp-OutputArea-output")
 
@@ -146,10 +139,9 @@ def test_buttons_answer_while_the_cell_runs(
     browser: Any,
     tmp_path: Path,
     answers: bool,
-    busy_answers: bool,
     inside: str,
 ) -> None:
-    if not (busy_answers if inside else answers):
+    if not answers:
         pytest.skip("this ipykernel answers only after the cell")
     cell = (
         f"{inside}%%megatrain\ns.train(seconds=0.1);"  # inside another magic it blocks
@@ -201,9 +193,9 @@ def use_buttons(page: Any, position: Any) -> None:
 
 
 def test_buttons_answer_in_a_plain_cell(
-    lab: str, browser: Any, tmp_path: Path, busy_answers: bool
+    lab: str, browser: Any, tmp_path: Path, answers: bool
 ) -> None:
-    if not busy_answers:
+    if not answers:
         pytest.skip("this ipykernel answers only after the cell")
     write_notebook(tmp_path / "plain.ipynb", SETUP, PLAIN, STOPPED)
     page = open_notebook(browser, lab, "plain.ipynb")

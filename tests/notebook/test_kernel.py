@@ -236,25 +236,35 @@ def make_subshell(kernel: Kernel) -> str:
     raise TimeoutError
 
 
-def find_button(kernel: Kernel, description: str) -> str:
-    """Return the comm of a button that is drawn now, for no cell's request."""
+def find_message(kernel: Kernel, found: Callable[[Any], bool]) -> Any:
+    """Return the first message from now on, of any cell or of none, that is meant."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
             message = kernel.client.get_iopub_msg(timeout=1)
         except Empty:
             continue
-        if message["msg_type"] == "comm_open":
-            state = message["content"]["data"]["state"]
-            if state.get("description") == description:
-                assert message["parent_header"] == {}
-                return str(message["content"]["comm_id"])
+        if found(message):
+            return message
     raise TimeoutError
 
 
-def click(kernel: Kernel, button: str, subshell: str) -> None:
-    data = {"method": "custom", "content": {"event": "click"}}
-    message = kernel.client.session.msg("comm_msg", {"comm_id": button, "data": data})
+def find_widget(kernel: Kernel, **state: object) -> str:
+    """Return the comm of a widget that is drawn now in this state, for no cell's request."""
+    message = find_message(
+        kernel,
+        lambda m: (
+            m["msg_type"] == "comm_open"
+            and state.items() <= m["content"]["data"]["state"].items()
+        ),
+    )
+    assert message["parent_header"] == {}
+    return str(message["content"]["comm_id"])
+
+
+def send_to(kernel: Kernel, comm: str, subshell: str, **data: object) -> None:
+    """Send what a frontend sends of a widget."""
+    message = kernel.client.session.msg("comm_msg", {"comm_id": comm, "data": data})
     message["header"]["subshell_id"] = subshell
     kernel.client.shell_channel.send(message)
 
@@ -267,9 +277,20 @@ def test_buttons_of_a_plain_cell_answer_through_a_subshell(kernel: Kernel) -> No
     kernel.run("clicked = []\nstop = s.controls.stop")
     kernel.run("s.controls.stop = lambda: (clicked.append(s.step), stop())")
     msg_id = kernel.start("train_plainly(3000, seconds=0.02)")
-    button = find_button(kernel, "Stop")
-    time.sleep(0.5)
-    click(kernel, button, subshell)
+    button = find_widget(kernel, description="Stop")
+    asking = find_widget(kernel, _view_count=0)
+    drawn = {"_view_count": 1}
+    send_to(kernel, asking, subshell, method="update", state=drawn, buffer_paths=[])
+    ready = find_message(
+        kernel,
+        lambda m: (
+            m["msg_type"] == "comm_msg"
+            and m["content"]["comm_id"] == button
+            and m["content"]["data"].get("state") == {"disabled": False}
+        ),
+    )
+    assert ready["parent_header"] == {}
+    send_to(kernel, button, subshell, method="custom", content={"event": "click"})
     reply, messages = kernel.finish(msg_id)
     assert reply["status"] == "ok"
     shown = [m["content"]["data"] for m in messages if is_view(m)]

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import gc
+import html
 import json
 import threading
 import time
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import pytest
 
 import megatrain_nb as mt
 from megatrain_nb.notebook import chart
-from megatrain_nb.notebook.buttons import Subshells, why_no_buttons
+from megatrain_nb.notebook.buttons import NO_ANSWER, Subshells, why_no_buttons
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.notebook.surface import (
+    HtmlSurface,
     TextSurface,
     WidgetSurface,
     display_mode,
     open_surface,
 )
-from megatrain_nb.notebook.view import Watch
+from megatrain_nb.notebook.view import View, Watch
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.recorder import Recorder
 from tests.notebook.test_magics import INIT, run, text_displays
@@ -75,8 +78,10 @@ def test_buttons_ask_and_fields_are_checked(watch: Watch) -> None:
     panel.stop.click()
     assert controls.stopping
     watch.state = "training"
+    frontend_draws(panel)
     surface.show(watch.snapshot())
     assert panel.stop.disabled
+    assert not panel.pause.disabled
     surface.finish(watch.snapshot())
     watch.follow(None)
 
@@ -206,10 +211,25 @@ def test_a_second_session_begins_anew(
     assert first.status().elapsed_s == before  # its time stands still
 
 
+def test_what_was_said_of_an_earlier_run_is_not_said_again(
+    watch: Watch, fake: types.ModuleType
+) -> None:
+    fake.current.controls.save("out")
+    assert watch.snapshot().said == "saving after this step"
+    watch.follow(None)
+    assert watch.snapshot().said == "saving after this step"
+    another = Watch(shown=True)
+    another.follow(fake.current)
+    assert another.snapshot().said == ""
+    another.follow(None)
+
+
 def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
     watch = Watch(shown=True)
     surface = WidgetSurface(watch, Subshells(None))
     panel: Any = surface._panel
+    surface.show(watch.snapshot())
+    frontend_draws(panel)
     surface.show(watch.snapshot())
     assert panel.pause.disabled
     assert panel.rate.disabled
@@ -261,7 +281,7 @@ def test_widgets_are_drawn_for_no_request() -> None:
     assert not Subshells(None).possible
 
 
-def test_buttons_are_grey_until_a_subshell_is_there_and_go_if_none_comes(
+def test_buttons_are_grey_until_a_click_would_be_read(
     watch: Watch, shell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request: ContextVar[dict[str, str]] = ContextVar("request")
@@ -272,19 +292,49 @@ def test_buttons_are_grey_until_a_subshell_is_there_and_go_if_none_comes(
     surface.show(watch.snapshot())
     assert panel.stop.disabled
     assert panel.pause.disabled
+    assert not panel._unseen.children  # the answer would wait for the cell
     made.append("1")
+    surface.show(watch.snapshot())
+    assert panel._unseen.children
+    assert panel.stop.disabled  # a subshell alone proves nothing
+    before = widgets_alive()
+    for _ in range(4):
+        monkeypatch.setattr(surface, "_next_ask_s", 0.0)
+        surface.show(watch.snapshot())
+    assert widgets_alive() == before
+    frontend_draws(panel)
     surface.show(watch.snapshot())
     assert not panel.stop.disabled
     assert not panel.pause.disabled
-    made.clear()
     monkeypatch.setattr(surface, "_patience_ends_s", 0.0)
-    before = widgets_alive()
     surface.show(watch.snapshot())
-    assert widgets_alive() < before
-    assert "no buttons here: why" in shell.display_pub.outputs[-1]["data"]["text/html"]
+    assert surface._panel is panel
     surface.finish(watch.snapshot())
     assert "no buttons" not in shell.display_pub.outputs[-1]["data"]["text/html"]
     watch.follow(None)
+
+
+@pytest.mark.parametrize("hint", ["", "no buttons here: why"])
+def test_where_nothing_answers_there_are_no_widgets(
+    watch: Watch, shell: Any, monkeypatch: pytest.MonkeyPatch, hint: str
+) -> None:
+    before = widgets_alive()
+    surface = WidgetSurface(watch, Subshells(shell), hint=hint)
+    surface.show(watch.snapshot())
+    assert widgets_alive() > before
+    monkeypatch.setattr(surface, "_patience_ends_s", 0.0)
+    surface.show(watch.snapshot())
+    assert widgets_alive() == before
+    shown = shell.display_pub.outputs[-1]["data"]["text/html"]
+    assert html.escape(hint or NO_ANSWER) in shown
+    surface.finish(watch.snapshot())
+    assert "no buttons" not in shell.display_pub.outputs[-1]["data"]["text/html"]
+    watch.follow(None)
+
+
+def frontend_draws(panel: Any) -> None:
+    """Do what a frontend does once it has drawn the widget that is not seen."""
+    panel._asking.set_state({"_view_count": 1})
 
 
 @pytest.mark.parametrize(
@@ -316,13 +366,36 @@ def test_how_a_run_ended(
     watch.follow(None)
 
 
+def test_a_view_is_drawn_four_times_a_second_at_most(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [time.perf_counter()]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.thread_time", lambda: 0.0)
+    drawn = []
+    surface = SimpleNamespace(
+        period_s=HtmlSurface.period_s, show=lambda _: drawn.append(clock[0])
+    )
+    view = View(watch, lambda: cast("Any", surface))
+    clock[0] += 1.0
+    for _ in range(1000):
+        view.refresh()
+        clock[0] += 0.01
+    assert 36 <= len(drawn) <= 40  # in ten seconds
+    assert min(np.diff(drawn)) > 0.249
+    watch.follow(None)
+
+
 def test_text_comes_at_sensible_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     surface = TextSurface()
     surface.show(Snapshot(doing="line 2: x"))
-    assert capsys.readouterr().out == ""  # nothing trains yet
+    surface.show(Snapshot(state="training", elapsed_s=1.0))
+    assert capsys.readouterr().out == ""  # nothing trains, or there is nothing to tell
+    surface.show(Snapshot(state="training", elapsed_s=11.0))
+    assert "Step 0: 11 s elapsed" in capsys.readouterr().out
     periods = []
     for elapsed_s in (1.0, 1000.0, 100_000.0):
-        surface.show(Snapshot(state="training", elapsed_s=elapsed_s))
+        surface.show(Snapshot(state="training", elapsed_s=elapsed_s, num_done=1))
         periods.append(surface.period_s)
     assert periods == [10.0, 20.0, 60.0]
     assert len(capsys.readouterr().out.splitlines()) == 3

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from megatrain_nb.notebook.pictures import BLUE, curves
+from megatrain_nb.notebook.pictures import BLUE, ORANGE, RED, curves
 from megatrain_nb.notebook.render import page, text_line
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.plan.history import StepRow
@@ -124,6 +124,15 @@ def test_what_the_cell_does_before_it_trains_is_told() -> None:
         text_line(snap)
         == "Starting (starting; line 3: model = make(a < b)): 2 s elapsed"
     )
+
+
+@pytest.mark.parametrize(
+    ("peak", "colour"), [(890, BLUE), (910, ORANGE), (985, RED), (1010, RED)]
+)
+def test_a_tier_near_its_budget_changes_colour(peak: int, colour: str) -> None:
+    html = page(replace(FULL, tiers={"ram": TierStatus(500, peak, 1000)}))
+    assert f"width:50.00%;height:10px;background-color:{colour}" in html
+    assert f"50% now, {peak / 1000:.0%} at the peak" in html
 
 
 def test_evaluations_are_shown() -> None:

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from megatrain_nb.notebook.chart import figure_fields
+from megatrain_nb.notebook.render import page
+from megatrain_nb.notebook.snapshot import Snapshot, fill
 from megatrain_nb.plan.history import History, StepRow
 from megatrain_nb.plan.layout import Layout, PieceLayout
 from megatrain_nb.plan.model import pack_params
@@ -22,6 +25,8 @@ from megatrain_nb.runtime.recorder import MAX_SPANS, Recorder
 from megatrain_nb.runtime.recording import follow
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
+from megatrain_nb.units import format_bytes
+from tests.notebook.test_render import text_of
 from tests.runtime.common import (
     TinyLM,
     batch,
@@ -150,6 +155,16 @@ def test_injected_hits_late_reads_and_misses(setting: Setting) -> None:
     assert totals["read_bytes"] == NUM_PACKS * PIECE
     assert totals["written_bytes"] == 0
     assert sum(each[1] for each in setting.recorder.bandwidth()) * 0.5 == 4 * PIECE
+
+    # And that is what is drawn.
+    snap = fill(Snapshot(state="training"), setting.recorder)
+    shown = text_of(page(snap))
+    assert "33.3% in time" in shown
+    assert "in time 1 late 1 missed 1" in shown
+    assert f"{format_bytes(4 * PIECE)} read and 0 B written so far" in shown
+    traces = {trace["name"]: trace for trace in figure_fields(snap)["data"]}
+    waited = np.array(traces["waiting"]["z"])[:, -1]
+    assert waited == pytest.approx(1e3 * row.stall_s, abs=1e-3)
 
 
 def test_residency_and_what_is_on_its_way(setting: Setting) -> None:
