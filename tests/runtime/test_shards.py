@@ -71,7 +71,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for form in FORMS:
         (directory / form).mkdir()
     safetensors.torch.save_file(state, directory / "one" / "model.safetensors", {"format": "pt"})  # fmt: skip
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index in range(3):
         file = f"model-{index + 1:05d}-of-00003.safetensors"
         part = {key: state[key] for key in names[index::3]}
@@ -230,14 +230,19 @@ def change_index(path: Path, dice: random.Random) -> None:
 
 def change_file(path: Path, dice: random.Random) -> None:
     others = sorted(path.parent.iterdir())
+
+    def in_its_place(make: Callable[[], None]) -> None:
+        path.unlink()
+        make()
+
     makes: list[Callable[[], object]] = [
         path.unlink,
         lambda: path.write_bytes(dice.choice(others).read_bytes()),
         lambda: path.write_bytes(cut(path.read_bytes(), dice)),
         lambda: path.write_bytes(path.read_bytes() + dice.randbytes(dice.choice((1, 9)))),
-        lambda: (path.unlink(), os.mkfifo(path)),
-        lambda: (path.unlink(), path.mkdir()),
-        lambda: (path.unlink(), path.symlink_to(path.name)),
+        lambda: in_its_place(lambda: os.mkfifo(path)),
+        lambda: in_its_place(path.mkdir),
+        lambda: in_its_place(lambda: path.symlink_to(path.name)),
     ]  # fmt: skip
     dice.choice(makes)()
 
@@ -407,14 +412,14 @@ def test_a_tensor_that_is_not_its_bytes(kind: str, old: bool, tmp_path: Path) ->
     x = torch.randn(4, 4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch calls some of them old
-        made = {
+        makes: dict[str, Callable[[], Tensor]] = {
             "sparse": x.to_sparse,
             "quantised": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
             "complex": lambda: x.to(torch.complex64),
             "negated": lambda: torch._neg_view(x),
             "meta": lambda: x.to("meta"),
-        }[kind]()
-        torch.save({"x": made}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old)  # fmt: skip
+        }
+        torch.save({"x": makes[kind]()}, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=not old)  # fmt: skip
         with pytest.raises(StoreError, match=r"cannot be read here|more than tensors"):
             open_checkpoint(tmp_path, most_bytes=MOST_BYTES)
 
@@ -441,7 +446,7 @@ def test_a_large_header_is_refused_before_it_is_parsed(
 
 def test_many_tensors_take_what_was_reckoned(tmp_path: Path) -> None:
     """Also in many files: what those before take counts."""
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for file in range(20):
         keys = [f"{file}.{i}" for i in range(1000)]
         name = f"model-{file}.safetensors"
