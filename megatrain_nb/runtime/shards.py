@@ -8,6 +8,7 @@ and containers only.
 from __future__ import annotations
 
 import math
+import struct
 import zipfile
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from megatrain_nb.store.parsing import parse_json
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from megatrain_nb.runtime.lazy import Node, Shape
 
@@ -43,6 +44,9 @@ _MOST_DIMS = 64
 _MOST_NAME, _MOST_FILE_NAME = 1000, 255
 # What a tensor that is not read yet takes in RAM, and what each byte of a pickle may take (an empty list and its mark).
 _TENSOR_BYTES, _PICKLE_BYTES = 3000, 128
+
+# A record's own header in a zip: at its end the lengths of the name and of the extra field that follow it.
+_ZIP_HEADER = struct.Struct("<26xHH")
 
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 OLD, OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -324,14 +328,13 @@ def _read_bin(file: InFile, most_bytes: int) -> dict[str, LazyTensor]:
         )
         raise StoreError(msg)
     try:
-        if zipped:
-            _check_zip(path, most_bytes)
+        records = _records(file, most_bytes) if zipped else {}
         with FakeTensorMode() if zipped else nullcontext():
             state = torch.load(path, map_location="cpu", weights_only=True)
         _check_plain(path, state)
         if not zipped:
             return {key: lazy(tree_of(key, value)) for key, value in state.items()}
-        return {key: _stored(file, key, x, size) for key, x in state.items()}
+        return {key: _stored(file, key, x, records) for key, x in state.items()}
     except StoreError:
         raise
     except Exception as error:  # whatever a damaged or hostile file makes of it
@@ -358,9 +361,16 @@ def _check_plain(path: Path, state: Any) -> None:
             raise StoreError(msg)
 
 
-def _check_zip(path: Path, most_bytes: int) -> None:
-    """Raise ValueError unless the tensors' bytes are in the file as they are in memory, and the rest fits there."""
-    with zipfile.ZipFile(path) as content:
+def _records(file: InFile, most_bytes: int) -> dict[int, int]:
+    """Return where in a zip the bytes of each storage begin, and how many they are.
+
+    Raises
+    ------
+    ValueError, zipfile.BadZipFile
+        They are not in the file as they are in memory, or the rest does not fit there, or is damaged.
+    """
+    found = {}
+    with zipfile.ZipFile(file.path) as content:
         for info in content.infolist():
             if info.compress_type != zipfile.ZIP_STORED:
                 msg = f"{info.filename} is compressed, which torch.save never does"
@@ -369,18 +379,30 @@ def _check_zip(path: Path, most_bytes: int) -> None:
             if "/data/" not in info.filename and needed > most_bytes:
                 msg = f"reading {info.filename} may take {format_bytes(needed)} of RAM, {format_bytes(most_bytes)} are allowed"  # fmt: skip
                 raise ValueError(msg)
-            order = info.filename.endswith("/byteorder") and info.file_size < 16
-            if order and content.read(info) != b"little":
+            if "/data/" in info.filename:
+                content.open(info).close()  # its two headers agree
+                header = _read_text(file, info.header_offset, _ZIP_HEADER.size)
+                begin = info.header_offset + _ZIP_HEADER.size
+                found[begin + sum(_ZIP_HEADER.unpack(header))] = info.file_size
+                continue
+            text = content.read(info)  # with its checksum, at which torch does not look
+            if info.filename.endswith("/byteorder") and text != b"little":
                 msg = "its bytes are in the order of another kind of machine"
                 raise ValueError(msg)
+    return found
 
 
-def _stored(file: InFile, key: str, value: Tensor, size: int) -> LazyTensor:
+def _stored(
+    file: InFile, key: str, value: Tensor, records: Mapping[int, int]
+) -> LazyTensor:
     """Return a tensor of a .bin as the stretch of the file that it is."""
     storage: Any = value.untyped_storage()
     begin = int(storage._checkpoint_offset)
-    if not 0 <= begin <= begin + storage.nbytes() <= size:
-        msg = f"{file.path} is truncated: {key!r} ends at byte {begin + storage.nbytes()} of {size}; fetch it again"
+    if records.get(begin) != storage.nbytes():
+        msg = (
+            f"{file.path} is truncated or damaged: {key!r} should be {storage.nbytes()} bytes from byte {begin} on, and no "
+            "record of the file is; fetch it again"
+        )
         raise StoreError(msg)
     whole = (storage.nbytes() // value.dtype.itemsize,)
     base = lazy(at(FilePart(key, file, begin, whole, value.dtype)))
