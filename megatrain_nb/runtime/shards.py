@@ -198,6 +198,9 @@ def _read_index(path: Path, most_bytes: int) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         msg = f"{path} has no weight_map, which says what is in which file"
         raise StoreError(msg)
+    if not isinstance(content.get("metadata", {}), dict):
+        msg = f"{path} has metadata that is no table; it is damaged"
+        raise StoreError(msg)
     for name in weight_map.values():
         if not isinstance(name, str):
             msg = f"{path} names a {type(name).__name__}, which is no file in the same folder; it is not read"
