@@ -6,6 +6,7 @@ import copy
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 from megatrain_nb.runtime.call import BlockCall
@@ -26,8 +27,6 @@ from tests.runtime.plain import counted
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-    import pytest
 
     import megatrain_nb as mt
 
@@ -169,6 +168,35 @@ def test_a_graph_in_use_gives_nothing_up(
 
         same(plain, model, optimizer, backward)
         assert gave
+
+
+def test_after_an_error_in_a_block_nothing_is_held(tmp_path: Path) -> None:
+    with borrowing(tmp_path) as (plain, model, optimizer, session):
+        keeping = model._megatrain.executor.keeping
+        most: list[int] = []
+
+        def fail(*_: Any) -> None:
+            most.append(session.pool.aside_bytes)
+            if most[-1] and len(most) % 2 == 0:
+                msg = "of the test"
+                raise ValueError(msg)
+
+        last = model._megatrain.layers.blocks[-1].module
+        hook = last.register_forward_pre_hook(fail)
+        with pytest.raises(ValueError, match="of the test"):
+            window_step(model, optimizer, 1)
+        hook.remove()
+        assert max(most) > 0
+        assert keeping.held_bytes == 0
+        keeping.give_back()  # as whoever needs it does
+        assert session.pool.aside_bytes == 0
+        optimizer.zero_grad()
+
+        def backward() -> None:
+            for each in micro_batches(0, 2):
+                loss_of(model, each["ids"]).backward()
+
+        same(plain, model, optimizer, backward)
 
 
 def test_a_run_that_fails_gives_its_lease_back(tmp_path: Path) -> None:
