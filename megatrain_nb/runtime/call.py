@@ -12,7 +12,7 @@ silent. Values that transformers' own recorder collects inside a block (router l
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -108,8 +108,7 @@ class BlockCall:
         self._modes = [module.training for module in self.block.module.modules()]
         keeping, index = bound.keeping, self.block.spec.index
         later = not turning and self.keepable and not keeping.refuses(index)
-        with ExitStack() as stack:
-            lease = stack.enter_context(keeping.lease(index)) if later else None
+        with keeping.lease(index) if later else nullcontext() as lease:
             self._run(bound, turning=turning, later=later, lease=lease)
 
     def _run(

@@ -378,16 +378,16 @@ def _records(file: InFile, most_bytes: int) -> dict[int, int]:
             if info.compress_type != zipfile.ZIP_STORED:
                 msg = f"{info.filename} is compressed, which torch.save never does"
                 raise ValueError(msg)
-            needed = info.file_size * _PICKLE_BYTES
-            if "/data/" not in info.filename and needed > most_bytes:
-                msg = f"reading {info.filename} may take {format_bytes(needed)} of RAM, {format_bytes(most_bytes)} are allowed"  # fmt: skip
-                raise ValueError(msg)
             if "/data/" in info.filename:
                 content.open(info).close()  # its two headers agree
                 header = _read_text(file, info.header_offset, _ZIP_HEADER.size)
                 begin = info.header_offset + _ZIP_HEADER.size
                 found[begin + sum(_ZIP_HEADER.unpack(header))] = info.file_size
                 continue
+            needed = info.file_size * _PICKLE_BYTES
+            if needed > most_bytes:
+                msg = f"reading {info.filename} may take {format_bytes(needed)} of RAM, {format_bytes(most_bytes)} are allowed"  # fmt: skip
+                raise ValueError(msg)
             text = content.read(info)  # with its checksum, at which torch does not look
             if info.filename.endswith("/byteorder") and text != b"little":
                 msg = "its bytes are in the order of another kind of machine"

@@ -36,6 +36,22 @@ def traffic_bytes(name: str) -> float:
     return 4 + 4 + 4 + 2 * base.get(name).bits_per_param(NUMEL) / 8
 
 
+def segments_of(name: str, grad: Any) -> list[EncodedSegment]:
+    """Return a codec's moments of as many parameters as there are gradients; they are not zero."""
+    some, codec = 1024 * 1024, base.get(name)
+    exp_avg = grad[:some] * np.float32(0.1)
+    # A piece is encoded and repeated: the whole would take numpy minutes.
+    size = codec.encoded_bytes(some)
+    piece = np.zeros(size, np.uint8)
+    codec.encode(exp_avg, np.square(exp_avg), piece, Key(0, 1, 0))
+    pieces = zeros(torch.uint8, grad.size // some * size).reshape(-1, size)
+    pieces[:] = piece
+    return [
+        EncodedSegment(a, a + some, codec, data, AdamWConfig(), 2, 0, a)
+        for a, data in zip(range(0, grad.size, some), pieces, strict=True)
+    ]
+
+
 def copy_bytes_per_s(threads: UpdateThreads) -> float:
     """What the memory gives to ``num_threads`` that copy, read and written."""
     source, target = np.ones(NUMEL, np.float32), np.zeros(NUMEL, np.float32)
@@ -66,22 +82,10 @@ def test_ratio_to_torch(num_threads: int, halves: bool, benchmark: Any) -> None:
     theirs.grad = torch.from_numpy(grad)
     optimizer = torch.optim.AdamW([theirs], fused=True)
     param = Split(zeros(torch.uint16), zeros(torch.uint16)) if halves else zeros()
-    some = 1024 * 1024
-    exp_avg = grad[:some] * np.float32(0.1)
     states = {}
     for name in CODECS:
         encoded.warm_up(name, split=halves)
-        codec = base.get(name)
-        # A piece is encoded and repeated: the whole would take numpy minutes.
-        size = codec.encoded_bytes(some)
-        piece = np.zeros(size, np.uint8)
-        codec.encode(exp_avg, np.square(exp_avg), piece, Key(0, 1, 0))
-        pieces = zeros(torch.uint8, NUMEL // some * size).reshape(-1, size)
-        pieces[:] = piece
-        states[name] = [
-            EncodedSegment(a, a + some, codec, encoded, AdamWConfig(), 2, 0, a)
-            for a, encoded in zip(range(0, NUMEL, some), pieces, strict=True)
-        ]
+        states[name] = segments_of(name, grad)
     with UpdateThreads(num_threads) as threads, torch_threads(num_threads):
 
         def update(name: str) -> None:

@@ -17,13 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain_nb.codec import base
-from megatrain_nb.codec.base import Key
 from megatrain_nb.optim import encoded
 from megatrain_nb.optim.adamw import UpdateThreads
-from megatrain_nb.optim.config import AdamWConfig
-from megatrain_nb.optim.encoded import EncodedSegment, update_encoded
+from megatrain_nb.optim.encoded import update_encoded
 from tests.benchmarks.test_adamw import seconds, torch_threads, zeros
+from tests.benchmarks.test_codecs import segments_of
 
 NUMEL = 16 * 1024 * 1024
 ROUNDS = 3
@@ -51,21 +49,10 @@ def torchao_steps(ao: Any, grad: Any) -> dict[str, Any]:
 
 def our_steps(grad: Any, threads: UpdateThreads) -> dict[str, Any]:
     """Return a step of each codec, over moments that are not zero."""
-    steps, some = {}, 1024 * 1024
-    param, exp_avg = zeros(numel=NUMEL), grad[:some] * np.float32(0.1)
+    steps, param = {}, zeros(numel=NUMEL)
     for name in THEIRS:
         encoded.warm_up(name)
-        codec = base.get(name)
-        # A piece is encoded and repeated: the whole would take numpy minutes.
-        size = codec.encoded_bytes(some)
-        piece = np.zeros(size, np.uint8)
-        codec.encode(exp_avg, np.square(exp_avg), piece, Key(0, 1, 0))
-        pieces = zeros(torch.uint8, NUMEL // some * size).reshape(-1, size)
-        pieces[:] = piece
-        segments = [
-            EncodedSegment(a, a + some, codec, data, AdamWConfig(), 2, 0, a)
-            for a, data in zip(range(0, NUMEL, some), pieces, strict=True)
-        ]
+        segments = segments_of(name, grad)
 
         def step(segments: Any = segments) -> None:
             update_encoded(param, grad, segments, finite=True, threads=threads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,6 @@ from megatrain_nb.runtime import adamstate, update
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.source import encoded_of
-from megatrain_nb.store.disk import DATA_NAME
 from tests.codec.common import QUANTISED, decoded, encoded
 from tests.optim.common import by_torch
 from tests.optim.test_encoded import twin
@@ -46,6 +44,7 @@ from tests.runtime.common import (
 )
 from tests.runtime.plain import TILE_NUMEL, opened
 from tests.runtime.test_faults import Disk, check_after_fault, mixed_step
+from tests.store.conformance import flip_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -734,13 +733,7 @@ def test_damaged_codes_are_refused(tmp_path: Path, name: str) -> None:
         tiles = session.store.pin()
         key, tile = next((k, t) for k, t in tiles.tiles.items() if "/encoded" in k)
         session.store.unpin(tiles)
-        with (tmp_path / DATA_NAME).open("r+b") as file:
-            file.seek(tile.offset + tile.nbytes // 2)
-            byte = file.read(1)[0]
-            file.seek(tile.offset + tile.nbytes // 2)
-            file.write(bytes([byte ^ 1]))
-            file.flush()
-            os.fsync(file.fileno())
+        flip_bits(session.store.path, tile.offset + tile.nbytes // 2, 1)
         with pytest.raises(mt.StoreError, match=f"{key}.*is damaged"):
             record.pager.need(int(key.split("/")[2]), What.ENCODED)
 

@@ -34,6 +34,7 @@ from tests.runtime.common import (
     window_step,
     wrapped,
 )
+from tests.store.conformance import flip_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -454,11 +455,7 @@ def test_a_flipped_bit(tmp_path: Path, what: What, where: str) -> None:
         tile = session.store._index[
             record.pager.tile_key(record.pager.piece(pack, what), 0)
         ]
-        with session.store.path.open("r+b") as file:
-            file.seek(tile.offset + 100)
-            byte = file.read(1)
-            file.seek(tile.offset + 100)
-            file.write(bytes([byte[0] ^ 4]))
+        flip_bits(session.store.path, tile.offset + 100, 4)
 
         def use() -> None:
             if where == "due" or what is not What.GRADS:

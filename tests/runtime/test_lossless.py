@@ -11,7 +11,6 @@ import torch
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.piece import MOMENTS, What
-from megatrain_nb.store.disk import DATA_NAME
 from tests.runtime.common import (
     Layer,
     TinyLM,
@@ -24,6 +23,7 @@ from tests.runtime.common import (
     window_step,
     wrapped,
 )
+from tests.store.conformance import flip_bits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -256,13 +256,7 @@ def test_a_damaged_tile_is_named(tmp_path: Path) -> None:
             if "/exp_avg_sq/" in key and tile.packed
         )
         session.store.unpin(tiles)
-        with (tmp_path / DATA_NAME).open("r+b") as file:
-            file.seek(tile.offset + tile.packed_bytes // 2)
-            byte = file.read(1)[0]
-            file.seek(tile.offset + tile.packed_bytes // 2)
-            file.write(bytes([byte ^ 0xFF]))
-            file.flush()
-            os.fsync(file.fileno())
+        flip_bits(session.store.path, tile.offset + tile.packed_bytes // 2, 0xFF)
         pack = int(key.split("/")[2])
         with pytest.raises(mt.StoreError, match=rf"{key}.*is damaged"):
             record.pager.need(pack, What.EXP_AVG_SQ)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from megatrain_nb.store.base import wait
 from megatrain_nb.store.host import HostPool
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numpy.typing import NDArray
 
     from megatrain_nb.store.base import Store
@@ -21,6 +24,17 @@ if TYPE_CHECKING:
 
 def noise(nbytes: int, seed: int = 0) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def flip_bits(path: Path, offset: int, mask: int) -> None:
+    """Change some bits of one byte of a file, on the disk as well."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def put(store: Store, key: str, data: NDArray[np.uint8]) -> None:

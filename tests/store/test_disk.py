@@ -22,7 +22,7 @@ from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.lanes import Lanes
 from megatrain_nb.store.manifest import Manifest
-from tests.store.conformance import StoreConformance, get, noise, put
+from tests.store.conformance import StoreConformance, flip_bits, get, noise, put
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -209,13 +209,7 @@ def test_a_flipped_bit_is_found(store: DiskStore) -> None:
     put(store, "a", noise(PAGE))
     put(store, "layers.3/exp_avg", noise(50_000))
     tile = store.pin().tiles["layers.3/exp_avg"]
-    with store.path.open("r+b") as file:
-        file.seek(tile.offset + 49_999)
-        byte = file.read(1)[0]
-        file.seek(tile.offset + 49_999)
-        file.write(bytes([byte ^ 1]))
-        file.flush()
-        os.fsync(file.fileno())
+    flip_bits(store.path, tile.offset + 49_999, 1)
     with pytest.raises(ChecksumError) as caught:
         get(store, "layers.3/exp_avg")
     for part in ("layers.3/exp_avg", str(store.path), f"offset {tile.offset}"):

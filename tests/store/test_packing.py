@@ -22,7 +22,7 @@ from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.store.packing import STAGING_BYTES, Packing
 from tests.codec.floats import smooth
-from tests.store.conformance import StoreConformance, get, noise
+from tests.store.conformance import StoreConformance, flip_bits, get, noise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -243,13 +243,7 @@ def test_a_flipped_bit_is_found(store: DiskStore, at: int) -> None:
     size = store.packed_sizes()[1]
     tile = store.pin().tiles["layers.3/exp_avg"]
     assert tile.packed
-    with store.path.open("r+b") as file:
-        file.seek(tile.offset + at % size)
-        byte = file.read(1)[0]
-        file.seek(tile.offset + at % size)
-        file.write(bytes([byte ^ 1]))
-        file.flush()
-        os.fsync(file.fileno())
+    flip_bits(store.path, tile.offset + at % size, 1)
     with pytest.raises(ChecksumError, match=r"layers.3/exp_avg.*is damaged"):
         get(store, "layers.3/exp_avg")
     assert store.used_bytes == round_up(size)
