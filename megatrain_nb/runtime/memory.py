@@ -5,6 +5,7 @@ The plan is made when the model comes, and again where a step shows that its own
 
 from __future__ import annotations
 
+import gc
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,13 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.runtime.offload import OffloadedModel
 
+# Freed memory waits in the heap. From this share of the room on it is given back at each border, as a block takes more
+# inside.
+_NEARLY_FULL = 0.9
+
+# A shortage is said again once it has grown by so much.
+_WORTH_SAYING = 1.25
+
 logger = logging.getLogger("megatrain_nb")
 
 
@@ -59,7 +67,7 @@ class ModelMemory:
         self._session = offloaded.session
         self._keep_wanted = self._keep_beside = self._spread_bytes = 0
         self.foresight = Foresight()
-        self._peak = 0
+        self._peak = self._warned_bytes = 0
         self._keep_first = self._keep_by_plan = False
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
@@ -85,14 +93,6 @@ class ModelMemory:
         spec = offloaded.layers.spec
         room = self._beside_streaming(spec, limit_bytes)
         self._room = max(room, 0)
-        if self.reserved_bytes > max(room, 0) and offloaded.steps.done:
-            logger.warning(
-                "%s: its own tensors took %s and %s are left beside what streams, so the process exceeds max_ram_gb; "
-                "shorten the sequence or the micro-batch, or raise max_ram_gb",
-                offloaded.name,
-                format_bytes(self.reserved_bytes),
-                format_bytes(max(room, 0)),
-            )
         self.plan_device()
         residency = self._plan_residency(spec, limit_bytes)
         before = self.residency
@@ -262,12 +262,24 @@ class ModelMemory:
             self._session.models.plan()
 
     def relieve(self) -> None:
-        """At a block's border: if more is taken than was set aside, give back what is free and set more aside."""
-        residency, lent = self.residency, self._session.pool.aside_bytes
-        set_aside = residency.keep_bytes - residency.lent_bytes + lent
-        if self._session.other_bytes() > self.reserved_bytes + set_aside:
+        """At a block's border: give back what is free before the budget is full; set more aside if more is taken."""
+        lowest = min(self.reserved_bytes, round(_NEARLY_FULL * self._room))
+        if self._taken() > lowest:
+            heap.trim()
+        if self._taken() > self.reserved_bytes:
+            gc.collect()  # a model that nobody holds may lie in a cycle, as after a Trainer
             heap.trim()
             self.learn()
+
+    def begin(self) -> None:
+        """Count from here: what the process took at most before a step, or a forward alone, is not the model's."""
+        self._session.other_peak_bytes()
+
+    def _taken(self) -> int:
+        """Return what is taken now of what is set aside for the model's own tensors, but for what is kept, in bytes."""
+        residency, lent = self.residency, self._session.pool.aside_bytes
+        kept = residency.keep_bytes - residency.lent_bytes + lent
+        return self._session.other_bytes() - kept
 
     def learn(self) -> None:
         """Compare what is set aside with what the kernel counted, and plan again where it matters."""
@@ -277,6 +289,7 @@ class ModelMemory:
             first = prefers_kept(self._least_seconds, now=first)
         # Of the whole step so far, also where a border in it was looked at before.
         self._peak = peak = max(self._peak, self._session.other_peak_bytes())
+        self._warn_if_short()
         measured = with_margin(peak)
         if peak <= self.reserved_bytes:  # it holds that, if without a margin
             measured = min(measured, self.reserved_bytes)
@@ -308,6 +321,20 @@ class ModelMemory:
                 format_bytes(self.reserved_bytes + self.residency.keep_bytes),
                 format_bytes(self.residency.resident_bytes),
             )
+
+    def _warn_if_short(self) -> None:
+        """Say that the process takes more than the budget has room for; again only where that has grown."""
+        room = self._room + self.residency.lent_bytes
+        if self._peak <= max(with_margin(room), _WORTH_SAYING * self._warned_bytes):
+            return
+        self._warned_bytes = self._peak
+        logger.warning(
+            "%s: beside what streams the process took %s, and max_ram_gb leaves %s for that; shorten the sequence or the "
+            "micro-batch, free what else the process holds, or raise max_ram_gb",
+            self._offloaded.name,
+            format_bytes(self._peak),
+            format_bytes(room),
+        )
 
     def end_step(self, least_seconds: Mapping[str, float]) -> None:
         """Learn what a step took, and plan again where it matters.

@@ -280,6 +280,8 @@ class OffloadedModel:
     ) -> None:
         with interrupts_wait(self.executor.stop, breakable=False):
             self.session.models.give_turn(self)
+        if not self.steps.in_progress:
+            self.memory.begin()
         self.executor.begin_forward()
         if torch.is_grad_enabled():
             self.steps.begin()

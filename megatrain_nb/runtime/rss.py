@@ -15,9 +15,18 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
+# Libraries map so much at most while they run (measured: 30 MB); a mapped data set is larger, or small enough.
+_MOST_CODE_BYTES = 64 << 20
+
+
 def resident_bytes() -> int:
     """Return resident bytes now; 0 where the kernel does not say (not Linux)."""
     return _field("VmRSS:")
+
+
+def file_bytes() -> int:
+    """Return how many of them are of files that are mapped, code's and others'; 0 where the kernel does not say."""
+    return _field("RssFile:")
 
 
 class PeakMeter:
@@ -48,26 +57,51 @@ class PeakMeter:
 
 
 class OtherMeter:
-    """The most resident bytes beside memory that comes and goes and is counted elsewhere, such as a pool's."""
+    """Resident bytes above those at its start, beside memory that is counted elsewhere, such as a pool's.
+
+    Files that are mapped count only as far as they may be code that was loaded meanwhile. What is more is a data set
+    (Arrow's are mapped): the kernel drops its pages when it needs the room, and reads them again.
+
+    Attributes
+    ----------
+    base_bytes
+        Resident bytes at its start.
+    """
 
     def __init__(self) -> None:
         self._meter = PeakMeter()
         self._most = 0
+        self.base_bytes, self._base_files = resident_bytes(), file_bytes()
+        self._least_files = self._base_files
 
     @contextmanager
     def changing(self, counted_bytes: int) -> Iterator[None]:
         """Let that other memory, which had this size until now, change inside."""
-        self._most = max(self._most, self._meter.read() - counted_bytes)
+        self._most = max(self._most, self._peak(counted_bytes))
         try:
             yield
         finally:
             self._meter.restart()
+            self._least_files = file_bytes()
+
+    def now(self, counted_bytes: int) -> int:
+        """Return what is taken now, in bytes; the other memory has this size."""
+        files = self._data_bytes(file_bytes())
+        return max(0, resident_bytes() - files - self.base_bytes - counted_bytes)
 
     def restart(self, counted_bytes: int) -> int:
         """Return the most since the last call, in bytes, and forget it; the other memory has this size now."""
         with self.changing(counted_bytes):
             most, self._most = self._most, 0
         return most
+
+    def _peak(self, counted_bytes: int) -> int:
+        # The kernel has no peak of files alone: those that were there before the peak as well as after it.
+        files = self._data_bytes(min(self._least_files, file_bytes()))
+        return self._meter.read() - files - self.base_bytes - counted_bytes
+
+    def _data_bytes(self, files: int) -> int:
+        return max(0, files - self._base_files - _MOST_CODE_BYTES)
 
 
 _meters: weakref.WeakSet[PeakMeter] = weakref.WeakSet()

@@ -167,7 +167,6 @@ class Session:
         """Open pool and store; what was packed by a session before is read as well."""
         packing = bool(self.packed) or any(each.packed for each in pinned)
         load_code(self.compression, packing=packing)
-        self._base_bytes = rss.resident_bytes()
         self._other = rss.OtherMeter()
         self._page_lock = pinned_pages(self.device)
         self.pool = HostPool(
@@ -416,11 +415,11 @@ class Session:
 
     def other_bytes(self) -> int:
         """Return the RAM that everything but the pool takes now, above the session's start."""
-        return max(0, rss.resident_bytes() - self._base_bytes - self.pool.mapped_bytes)
+        return self._other.now(self.pool.mapped_bytes)
 
     def other_peak_bytes(self) -> int:
         """Estimate the most RAM that everything but the pool took since the last call, above the session's start."""
-        return max(0, self._other.restart(self.pool.mapped_bytes) - self._base_bytes)
+        return max(0, self._other.restart(self.pool.mapped_bytes))
 
     # -- what a person sees --------------------------------------------------------------------------------
 

@@ -57,6 +57,7 @@ class Steps:
             if stops and controls.stopping:
                 controls.reset()
                 raise KeyboardInterrupt
+            self._offloaded.memory.begin()
             self._since = running_totals(self._offloaded.session)
 
     def obey_controls(self) -> None:

@@ -37,7 +37,7 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
         optimizer_compression=given["moments"],
         weight_compression=given["weights"],
     )
-    base = session._base_bytes
+    base = session._other.base_bytes
     config = make_config(given["family"], **given["config"])
     model = mt.from_config(config, dtype=given["dtype"], seed=0)
     model.train()
