@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 NUMEL = 64 * 1024 * 1024
 ROUNDS = 5
+# Where arrays lie in the machine's memory decides more than the code does: up to 1.7 times the speed.
+PLACES = 9
+# torch's threads spin for a while after their work, on the cores of what comes next.
+REST_S = 0.02
 
 
 @contextmanager
@@ -40,20 +45,17 @@ def zeros(dtype: torch.dtype = torch.float32, numel: int = NUMEL) -> Any:
 
 
 def seconds(function: Callable[[], object]) -> float:
+    time.sleep(REST_S)
     start = time.perf_counter()
     function()
     return time.perf_counter() - start
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_ratio_to_torch(num_threads: int, benchmark: Any) -> None:
-    if not benchmark.enabled:
-        pytest.skip("give --benchmark-enable")
-    adamw.warm_up()
-    grad = zeros()
+def best_of_each(num_threads: int) -> tuple[float, float]:
+    """Return seconds of ours and torch's on new arrays, the best of some rounds in turns."""
+    # Both in huge pages, as the runtime's tiles are.
+    grad, *ours = (zeros() for _ in range(4))
     grad[:] = np.random.default_rng(0).standard_normal(NUMEL, dtype=np.float32)
-    ours = [zeros() for _ in range(3)]
     theirs = torch.nn.Parameter(torch.zeros(NUMEL))
     theirs.grad = torch.from_numpy(grad)
     optimizer = torch.optim.AdamW([theirs], fused=True)
@@ -66,11 +68,25 @@ def test_ratio_to_torch(num_threads: int, benchmark: Any) -> None:
         update()
         optimizer.step()
         pairs = [(seconds(update), seconds(optimizer.step)) for _ in range(ROUNDS)]
-        benchmark.pedantic(update, rounds=1)
     best, best_torch = (min(column) for column in zip(*pairs, strict=True))
-    print(
-        f"\nAdamW, {num_threads} thread(s): {NUMEL / best / 1e6:.0f} M param/s, "
-        f"torch fused {NUMEL / best_torch / 1e6:.0f} M, "
-        f"ratio {best_torch / best:.2f} (above 1 is faster)"
+    return best, best_torch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_ratio_to_torch(num_threads: int, benchmark: Any) -> None:
+    if not benchmark.enabled:
+        pytest.skip("give --benchmark-enable")
+    adamw.warm_up()
+    pairs: list[tuple[float, float]] = []
+    benchmark.pedantic(lambda: pairs.append(best_of_each(num_threads)), rounds=PLACES)
+    ratios = [best_torch / best for best, best_torch in pairs]
+    rate, rate_torch = (
+        NUMEL / median(column) / 1e6 for column in zip(*pairs, strict=True)
     )
-    benchmark.extra_info["speed over torch"] = best_torch / best
+    print(
+        f"\nAdamW, {num_threads} thread(s): {rate:.0f} M param/s, torch fused {rate_torch:.0f} M, "
+        f"ratio {median(ratios):.2f} (above 1 is faster; {min(ratios):.2f} to {max(ratios):.2f} "
+        f"in {PLACES} places in memory)"
+    )
+    benchmark.extra_info["speed over torch"] = median(ratios)
