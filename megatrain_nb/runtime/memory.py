@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.runtime.offload import OffloadedModel
 
-# Freed memory waits in the heap. From this share of the room on it is given back at each border, as a block takes more
-# inside.
+# Freed memory waits in the heap. Where the room does not hold it, it is given back from this share of the room on, at each
+# border: inside, a block takes more. That costs page faults.
 _NEARLY_FULL = 0.9
 
 # A shortage is said again once it has grown by so much.
@@ -263,8 +263,10 @@ class ModelMemory:
 
     def relieve(self) -> None:
         """At a block's border: give back what is free before the budget is full; set more aside if more is taken."""
-        lowest = min(self.reserved_bytes, round(_NEARLY_FULL * self._room))
-        if self._taken() > lowest:
+        enough = self.reserved_bytes <= self._room
+        if self._taken() > (
+            self.reserved_bytes if enough else _NEARLY_FULL * self._room
+        ):
             heap.trim()
         if self._taken() > self.reserved_bytes:
             gc.collect()  # a model that nobody holds may lie in a cycle, as after a Trainer
