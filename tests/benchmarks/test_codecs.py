@@ -140,7 +140,8 @@ def test_ratio_to_torch(num_threads: int, halves: bool, benchmark: Any) -> None:
         copy = copy_bytes_per_s(threads)
 
     def rate(name: str, kind: str) -> float:
-        return NUMEL / median(getattr(place[name], kind) for place in places)
+        times: list[float] = [getattr(place[name], kind) for place in places]
+        return NUMEL / median(times)
 
     kind = "split bf16 + 16 bit" if halves else "fp32"
     print(
