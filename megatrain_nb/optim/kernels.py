@@ -77,11 +77,16 @@ from megatrain_nb.codec.quantised.block_kernels import (
 from megatrain_nb.codec.quantised.blocks import LANES as HASHES
 from megatrain_nb.codec.quantised.kernels import (
     begin_decode,
+    begin_encode,
+    begin_measure,
+    begin_rest,
     decode,
     encode,
-    end_encode,
+    encode_rest,
+    finish,
     level_of,
     measure,
+    size_of,
 )
 from megatrain_nb.jit import SPLICED, inlined, kernel, spliced
 
@@ -238,7 +243,7 @@ def _decode_one(
     k: int,
     noise: np.uint32,
 ) -> tuple[np.uint32, np.uint32]:
-    """Put the new moments of element i + 16 k; return the magnitude of m and the level of v."""
+    """Put the new moments of element i + 16 k; return the size of m and the level of v."""
     j = HASHES * k + i
     m, v = decode(planes, b, header, i, k)
     g = f4(load(grad, j) * x.grad_scale)
@@ -250,7 +255,7 @@ def _decode_one(
     correction = f4(f4(1) / x.bias_correction2_sqrt)
     s.m[j], s.level[j] = m, level
     s.denom[j] = fma(np.sqrt(v), correction, x.eps)
-    return magnitude(m), level
+    return size_of(planes, m), level
 
 
 @spliced
@@ -393,15 +398,27 @@ def _update_blocks(
         if last < BLOCK:
             _cut_block(scratch_of(group, np.uintp(here - 1)), last)
         for k in range(here):
+            b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
+            begin_encode(planes, b, s)
+        for k in range(here):
             s = scratch_of(group, np.uintp(k))
             _update_params(row(master, np.uintp(first + k)), s, x)
             encode(planes, np.uintp(start + first + k), s)
         for k in range(here):
             b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
+            begin_measure(planes, b, s)
+        for k in range(here):
+            b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
             measure(planes, b, s)
         for k in range(here):
             b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
-            end_encode(planes, b, s)
+            begin_rest(planes, b, s)
+        for k in range(here):
+            b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
+            encode_rest(planes, b, s)
+        for k in range(here):
+            b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
+            finish(planes, b, s)
 
 
 @kernel

@@ -13,7 +13,9 @@ in a register: their hash, and the bytes that their codes are packed in.
 A block waits several times for a number that all its elements make: the largest, a sum.
 Such a number takes some tens of cycles to go from a vector to a scalar, through a
 division and back. So some blocks pass each stage together: while one waits, the next
-one computes.
+one computes. And such numbers have stages of their own, between those with vectors: the
+hundred instructions of a block that wait for a number fill the CPU's queue, and stop
+all that comes behind them.
 """
 
 from __future__ import annotations
@@ -68,11 +70,15 @@ class Scratch(NamedTuple):
     hash: NDArray[np.uint32]
     """One for each lane."""
     number: NDArray[np.uint32]
-    """What all elements of a block make: at `M_TOP`, `V_TOP` and `TOTAL`."""
+    """What all elements of a block make, and what follows: at `M_TOP` and so on; floats as patterns."""
 
 
-M_TOP, V_TOP, TOTAL = 0, 1, 2
-"""The largest `magnitude` of m, the largest level of v, the sum of the sizes."""
+M_TOP, V_TOP = 0, 1
+"""The largest `magnitude` of m, the largest level of v."""
+FIRST, MOST = 2, 3
+"""The level that has code 0, the largest code of v."""
+OWN = 4
+"""Where numbers begin that only one kind of codec has."""
 
 
 class Counter(NamedTuple):
@@ -215,10 +221,8 @@ def level_of(v: np.float32, noise: np.uint32, x: V) -> np.uint32:
 
 
 @inlined
-def begin_v(
-    planes: Planes, b: np.uintp, s: Scratch, x: V
-) -> tuple[np.uint32, np.uint32]:
-    """Write the top of block b; return the level of code 0 and the largest code."""
+def begin_v(planes: Planes, b: np.uintp, s: Scratch, x: V) -> None:
+    """Write the top of block b; put `FIRST` and `MOST`."""
     level = s.number[V_TOP]
     if level > x.largest:  # an infinity
         level = x.largest
@@ -228,7 +232,8 @@ def begin_v(
     planes.top[b] = u1(top)
     first = first_of(top, x)
     room = u4(first - x.least)
-    return first, room if room < x.most else x.most
+    s.number[FIRST] = first
+    s.number[MOST] = room if room < x.most else x.most
 
 
 @inlined
@@ -256,9 +261,14 @@ class BlockKernels(NamedTuple):
     begin_decode: Any
     decode: Any
     level_of: Any
+    size_of: Any
+    begin_encode: Any
     encode: Any
+    begin_measure: Any
     measure: Any
-    end_encode: Any
+    begin_rest: Any
+    encode_rest: Any
+    finish: Any
 
 
 # ------------------------------------------------------------------ planes
@@ -314,10 +324,14 @@ def pack_kernel(bits: int) -> Any:
         plane[b, 48 + i] = u1(codes[3] | u4(codes[7] << u4(4)))
 
     @inlined
+    def low(code: np.uint32) -> np.uint32:
+        return code if bits == 2 else u4(code & u4(3))
+
+    @inlined
     def four(a: np.uint32, b: np.uint32, c: np.uint32, d: np.uint32) -> np.uint32:
         """Return the two low bits of each, side by side."""
-        low = u4(u4(a & u4(3)) | u4(u4(b & u4(3)) << u4(2)))
-        return u4(low | u4(u4(c & u4(3)) << u4(4)) | u4(u4(d & u4(3)) << u4(6)))
+        left, right = u4(low(b) << u4(2)), u4(u4(low(c) << u4(4)) | u4(low(d) << u4(6)))
+        return u4(u4(low(a) | left) | right)
 
     @inlined
     def pack_2(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:

@@ -43,19 +43,25 @@ def level_of(planes: Planes, v: np.float32, noise: np.uint32) -> np.uint32:
     return np.uint32(_KERNELS[type(planes)].level_of(v, noise))
 
 
-def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
-    """Encode block b as far as the numbers allow that are known: m, levels and hashes are in the scratch."""
-    _KERNELS[type(planes)].encode(planes, b, s)
+def size_of(planes: Planes, m: np.float32) -> np.uint32:
+    """Return what `begin_encode` needs the largest of: the magnitude, or nothing."""
+    return np.uint32(_KERNELS[type(planes)].size_of(m))
 
 
-def measure(planes: Planes, b: np.uintp, s: Scratch) -> None:
-    """Put what `end_encode` needs, where `encode` has not written all."""
-    _KERNELS[type(planes)].measure(planes, b, s)
+def _stage(name: str) -> Any:
+    """Return a stage of encoding block b: what it needs of the stages before is in the scratch.
 
+    The first, `begin_encode`, needs m, the levels, the hashes, and the largest of both.
+    """
 
-def end_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
-    """Encode the rest of block b."""
-    _KERNELS[type(planes)].end_encode(planes, b, s)
+    def run(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        getattr(_KERNELS[type(planes)], name)(planes, b, s)
+
+    def compiled(planes: Any, b: Any, s: Any) -> Any:
+        return getattr(_kernels_of(planes), name)
+
+    overload(run, strict=False, inline=SPLICED)(compiled)
+    return run
 
 
 def _kernels_of(planes: Any) -> BlockKernels:
@@ -80,16 +86,13 @@ def _level_of(planes: Any, v: Any, noise: Any) -> Any:
     return lambda planes, v, noise: run(v, noise)
 
 
-@overload(encode, strict=False, inline=SPLICED)
-def _encode(planes: Any, b: Any, s: Any) -> Any:
-    return _kernels_of(planes).encode
+@overload(size_of, strict=False, jit_options=INLINED)
+def _size_of(planes: Any, m: Any) -> Any:
+    run = _kernels_of(planes).size_of
+    return lambda planes, m: run(m)
 
 
-@overload(measure, strict=False, inline=SPLICED)
-def _measure(planes: Any, b: Any, s: Any) -> Any:
-    return _kernels_of(planes).measure
-
-
-@overload(end_encode, strict=False, inline=SPLICED)
-def _end_encode(planes: Any, b: Any, s: Any) -> Any:
-    return _kernels_of(planes).end_encode
+begin_encode, encode = _stage("begin_encode"), _stage("encode")
+begin_measure, measure = _stage("begin_measure"), _stage("measure")
+begin_rest, encode_rest = _stage("begin_rest"), _stage("encode_rest")
+finish = _stage("finish")

@@ -13,13 +13,17 @@ from numpy import uint32 as u4
 from megatrain_nb.codec.kernels import load, put, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
     FACTORS_U4,
+    FIRST,
     M_TOP,
+    MOST,
+    OWN,
     BlockKernels,
     Scratch,
     begin_v,
     code_of,
     first_of,
     level_of,
+    magnitude,
     pack_kernel,
     to_largest,
     unpack_kernel,
@@ -38,6 +42,9 @@ from megatrain_nb.jit import inlined
 if TYPE_CHECKING:
     from megatrain_nb.codec.quantised.blocks import Planes
     from megatrain_nb.codec.quantised.linear import Linear
+
+INVERSE = OWN
+"""1 / step of m, or 0."""
 
 
 def linear_kernels(codec: Linear) -> BlockKernels:
@@ -73,8 +80,13 @@ def linear_kernels(codec: Linear) -> BlockKernels:
         place = place if place < highest else highest
         return u4(u4(u4(place) >> u4(15)) & u4(0xFF))
 
-    def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
-        first, most = begin_v(planes, b, s, x)
+    @inlined
+    def size_of(m: np.float32) -> np.uint32:
+        return magnitude(m)
+
+    def begin_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Write the top of v and the scale of m."""
+        begin_v(planes, b, s, x)
         largest = to_largest(s.number[M_TOP])
         scale = u4(to_bits(f4(largest / steps)) >> u4(16))
         step, inverse = to_float(u4(scale << u4(16))), f4(0)
@@ -83,6 +95,12 @@ def linear_kernels(codec: Linear) -> BlockKernels:
         else:
             inverse = f4(f4(1) / step)
         put(planes.scale, b, u2(scale))
+        put(s.number, INVERSE, to_bits(inverse))
+
+    def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Write the codes."""
+        first, most = s.number[FIRST], s.number[MOST]
+        inverse = to_float(s.number[INVERSE])
         for i in range(LANES):
             at = s.hash[i]
             m_codes = (
@@ -111,6 +129,7 @@ def linear_kernels(codec: Linear) -> BlockKernels:
     def nothing_left(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """All is written."""
 
+    rest = (nothing_left,) * 5
     return BlockKernels(
-        *(begin_decode, decode, level, encode, nothing_left, nothing_left)
+        *(begin_decode, decode, level, size_of, begin_encode, encode, *rest)
     )

@@ -14,8 +14,10 @@ from megatrain_nb.codec.base import BLOCK
 from megatrain_nb.codec.kernels import put, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
     FACTORS_U4,
+    FIRST,
     M_TOP,
-    TOTAL,
+    MOST,
+    OWN,
     BlockKernels,
     Scratch,
     begin_v,
@@ -47,6 +49,12 @@ if TYPE_CHECKING:
 
 
 _ONE = u4(0x3F800000)
+TO_SIZE, TOTAL = OWN, OWN + 1
+"""1 / the largest magnitude, or 0; the sum of the sizes."""
+PER_STEP, SPREAD, BASE = OWN + 2, OWN + 3, OWN + 4
+"""Steps in a size, the width of the dither, what is added to both."""
+ALONG, SQUARE = OWN + 5, OWN + 6
+"""The sums that the projection divides."""
 
 
 def projected_kernels(codec: Projected) -> BlockKernels:
@@ -60,6 +68,8 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     width, least = f4(codec.width), f4(codec.least())
     count, largest_size = COUNT, u4((COUNT + f4(1)).view(np.uint32))
     zero_size, half = u4(COUNT.view(np.uint32)), f4(COUNT + f4(0.5))
+    zero_sizes = u4(BLOCK * int(zero_size) & 0xFFFFFFFF)
+    sign_only = codec.levels == 1
     last = u4((COUNT + levels_f4).view(np.uint32))
 
     @inlined
@@ -95,9 +105,17 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         s.m[i] = m
         return code, magnitude(m)
 
+    @inlined
+    def size_of(m: np.float32) -> np.uint32:
+        return u4(0)  # the largest is looked for when m is evened out
+
+    def begin_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Write the top of v."""
+        begin_v(planes, b, s, x)
+
     def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
-        """Encode v."""
-        first, most = begin_v(planes, b, s, x)
+        """Write the codes of v."""
+        first, most = s.number[FIRST], s.number[MOST]
         largest = u4(0)
         for i in range(LANES):
             code_0, size_0 = even_out(s, i, first, most)
@@ -114,17 +132,20 @@ def projected_kernels(codec: Projected) -> BlockKernels:
             largest = max_of(largest, largest_of(sizes))
         put(s.number, M_TOP, largest)
 
-    def measure(planes: Planes, b: np.uintp, s: Scratch) -> None:
-        """Put the sizes and their sum."""
+    def begin_measure(planes: Planes, b: np.uintp, s: Scratch) -> None:
         top = to_largest(s.number[M_TOP])
         to_size = f4(f4(1) / top) if top >= SMALLEST_SCALE else f4(0)
-        total = u4(0)
+        put(s.number, TO_SIZE, to_bits(to_size))
+
+    def measure(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Put the sizes and their sum."""
+        to_size, total = to_float(s.number[TO_SIZE]), u4(0)
         for i in range(BLOCK):
             size = to_bits(f4(f4(to_float(magnitude(s.m[i])) * to_size) + count))
             size = size if size < largest_size else largest_size
             put(s.size, i, to_float(size))
-            total = u4(total + u4(size - zero_size))
-        put(s.number, TOTAL, total)
+            total = u4(total + size)
+        put(s.number, TOTAL, u4(total - zero_sizes))
 
     @inlined
     def is_exact(s: Scratch) -> bool:
@@ -147,7 +168,7 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         far = i4(u4(u4(place >> u4(15)) & u4(3)))
         along = i4(far * i4(u4(to_bits(s.size[i]) - zero_size)))
         code = u4(i4(levels - far)) if s.m[i] < 0 else u4(i4(levels + far))
-        return code, along, i4(far * far)
+        return code, along, far if sign_only else i4(far * far)
 
     @inlined
     def sum_of(values: Any) -> Any:
@@ -155,15 +176,20 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         left, right = i4(i4(a + b) + i4(c + d)), i4(i4(e + f) + i4(g + h))
         return i4(left + right)
 
-    def end_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
-        """Encode m."""
+    def begin_rest(planes: Planes, b: np.uintp, s: Scratch) -> None:
         mean = f4(f4(i4(s.number[TOTAL])) * mean_step)
         per = f4(f4(1) / (mean if mean > mean_step else mean_step))
         per, spread, base = max(per, levels_f4), width, least
         if is_exact(s):
             per, spread, base = levels_f4, f4(0), half
-        base = f4(base - f4(count * per))
-        along, square = i4(0), i4(0)
+        put(s.number, PER_STEP, to_bits(per))
+        put(s.number, SPREAD, to_bits(spread))
+        put(s.number, BASE, to_bits(f4(base - f4(count * per))))
+
+    def encode_rest(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Write the codes of m."""
+        per, spread = to_float(s.number[PER_STEP]), to_float(s.number[SPREAD])
+        base, along, square = to_float(s.number[BASE]), i4(0), i4(0)
         for i in range(LANES):
             at = s.hash[i]
             c_0, a_0, q_0 = m_code(s, i, u4(at * FACTORS_U4[0]), per, spread, base)
@@ -179,6 +205,12 @@ def projected_kernels(codec: Projected) -> BlockKernels:
             pack(planes.m, b, i, (c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7))
             along = i4(along + sum_of((a_0, a_1, a_2, a_3, a_4, a_5, a_6, a_7)))
             square = i4(square + sum_of((q_0, q_1, q_2, q_3, q_4, q_5, q_6, q_7)))
+        put(s.number, ALONG, u4(along))
+        put(s.number, SQUARE, u4(square))
+
+    def finish(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        """Write the scale of m."""
+        along, square = i4(s.number[ALONG]), i4(s.number[SQUARE])
         square = square if square > i4(1) else i4(1)
         share = f4(f4(along) / f4(i4(square * unit)))
         scale = f4(f4(to_largest(s.number[M_TOP]) * share) * SLACK)
@@ -190,4 +222,7 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         else:
             put(planes.scale, b, u2(to_bits(scale) >> u4(16)))
 
-    return BlockKernels(begin_decode, decode, level, encode, measure, end_encode)
+    return BlockKernels(
+        *(begin_decode, decode, level, size_of, begin_encode, encode),
+        *(begin_measure, measure, begin_rest, encode_rest, finish),
+    )
