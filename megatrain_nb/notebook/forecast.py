@@ -12,9 +12,9 @@ from megatrain_nb.notebook.parts import image
 from megatrain_nb.notebook.pictures import png
 from megatrain_nb.plan.report import (
     BOUNDS,
-    FONT,
     LANES,
     OTHER,
+    TEXT,
     TIERS,
     TRACK,
     bars_html,
@@ -61,7 +61,7 @@ def plan_html(plan: Plan, *, advice: bool = True) -> str:
     colour = "#1fa37a" if plan.fits else "#d55e00"
     bound = BOUNDS[plan.bound_by]
     return (
-        f'<div style="max-width:980px;font:13px/1.45 {FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="max-width:980px;{TEXT}">'
         f'<div style="font-size:15px;font-weight:600;margin:4px 0">{escape(title(plan))}</div>'
         f'<div><span style="display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:6px;'
         f'background-color:{colour}"></span><b>{escape(verdict(plan))}</b> &middot; '
@@ -185,7 +185,7 @@ def machine_html(machine: Machine) -> str:
         for label, text, known in machine.rows()
     )
     return (
-        f'<div style="max-width:720px;font:13px/1.45 {FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="max-width:720px;{TEXT}">'
         f'<div style="font-size:15px;font-weight:600;margin:4px 0">{escape(machine.name)}</div>{bars}'
         f'<table style="margin-top:10px;border-collapse:collapse">{cells}</table></div>'
     )

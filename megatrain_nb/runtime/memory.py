@@ -28,13 +28,14 @@ from megatrain_nb.plan.reserve import (
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.foresee import Foresight
-from megatrain_nb.runtime.inforce import expected_seconds, forecast_of
+from megatrain_nb.runtime.inforce import expected_plan, forecast_of
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatrain_nb.plan.model import ModelSpec
+    from megatrain_nb.plan.plan import Plan
     from megatrain_nb.runtime.offload import OffloadedModel
 
 # Freed memory waits in the heap. From this share of the room on it is given back at each border, as a block takes more
@@ -72,7 +73,7 @@ class ModelMemory:
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
         self._told: tuple[object, ...] | None = None
-        self._planned: dict[str, float] = {}
+        self._planned: Plan | None = None
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -126,6 +127,7 @@ class ModelMemory:
         spec, pager = offloaded.layers.spec, offloaded.pager
         order, stay = offloaded.executor.expected_order(), offloaded.executor.stay
         traffic = step_traffic(spec, self.residency, order, stay=stay)
+        plan, alone = self._expected(), len(self._session.models) == 1
         return make_layout(
             spec,
             pager.layout(),
@@ -133,7 +135,8 @@ class ModelMemory:
             name=offloaded.name,
             in_place=self._session.device.in_place,
             planned_bytes=(traffic.read_bytes, traffic.written_bytes),
-            planned_seconds=self._planned_seconds(),
+            planned_seconds=plan.seconds if plan else None,
+            planned_ram_bytes=plan.ram_above_base_bytes if plan and alone else 0,
         )
 
     def tell(self) -> None:
@@ -150,11 +153,11 @@ class ModelMemory:
         kept = frozenset(block for block in order if executor.keeping.wants(block))
         return self.residency, self.foresight.window, order, kept, executor.stay
 
-    def _planned_seconds(self) -> dict[str, float]:
+    def _expected(self) -> Plan | None:
         decides = self._planned_for()
-        if decides != self._told or not self._planned:
+        if decides != self._told or self._planned is None:
             self._told = decides
-            self._planned = expected_seconds(self._offloaded)
+            self._planned = expected_plan(self._offloaded)
         return self._planned
 
     def room_bytes(self) -> int:
