@@ -34,7 +34,7 @@ from megatrain_nb.notebook.pictures import (
     curves,
     svg_address,
 )
-from megatrain_nb.notebook.snapshot import ENDED, RECORDED
+from megatrain_nb.notebook.snapshot import ENDED, PAST
 from megatrain_nb.plan.report import TEXT
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
@@ -52,6 +52,7 @@ _STATES = {
     "done": ("done", GREEN),
     "stopped": ("stopped, as asked; the last step is whole", ORANGE),
     "recorded": ("from a recording", GREY),
+    "kept": ("the last training of the open session", GREY),
     "interrupted": ("interrupted", ORANGE),
     "failed": ("failed", RED),
 }
@@ -218,7 +219,7 @@ def _no_plan(snap: Snapshot) -> str:
     """Say how a plan could stand beside what is measured, where this machine was never measured."""
     if snap.layout is None or snap.probed is not None or snap.state in ENDED:
         return ""
-    if snap.layout.planned_seconds or snap.state == RECORDED:
+    if snap.layout.planned_seconds or snap.state in PAST:
         return ""
     command = f'<span style="font-family:{_CODE_FONT}">%megatrain probe</span>'
     return (
@@ -252,11 +253,10 @@ def _bound(snap: Snapshot) -> str:
 def _memory(snap: Snapshot) -> str:
     if not snap.tiers:
         return ""
-    planned = {"ram": 0 if snap.layout is None else snap.layout.planned_ram_bytes}
     rows = "".join(
         f'<div style="display:flex;flex-wrap:wrap;justify-content:space-between;'
         f'gap:0 12px;margin-top:4px"><span>{_html.escape(_tier_name(name, tier))}</span>'
-        f"<span>{_tier_html(tier, planned.get(name, 0))}</span></div>{_tier_bar(tier)}{_tier_parts(tier)}"
+        f"<span>{_tier_html(tier)}</span></div>{_tier_bar(tier)}{_tier_parts(tier)}"
         for name, tier in snap.tiers.items()
     )
     return title("Memory: now, peak, budget") + rows
@@ -301,19 +301,18 @@ def _tier_parts(tier: TierStatus) -> str:
     )  # fmt: skip
 
 
-def _tier_html(tier: TierStatus, planned_bytes: int) -> str:
+def _tier_html(tier: TierStatus) -> str:
     return (
         f"<b>{format_bytes(tier.used_bytes)}</b> "
-        f'<span style="{MUTED}">{_peak_text(tier, planned_bytes)}</span>'
+        f'<span style="{MUTED}">{_peak_text(tier)}</span>'
     )
 
 
-def _peak_text(tier: TierStatus, planned_bytes: int = 0) -> str:
+def _peak_text(tier: TierStatus) -> str:
     limit = (
         f"budget {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else "no limit"
     )
-    plan = f"plan {format_bytes(planned_bytes)}, " if planned_bytes else ""
-    return f"peak {format_bytes(tier.peak_bytes)}, {plan}{limit}"
+    return f"peak {format_bytes(tier.peak_bytes)}, {limit}"
 
 
 def _position(snap: Snapshot) -> str:

@@ -61,9 +61,6 @@ class Layout:
         What a step reads from disk and writes to it, by the plan.
     planned_seconds
         How long it should take on this machine, by cause; empty where the machine was not measured.
-    planned_ram_bytes
-        What the process should take at its peak above what it takes without a model; 0 where ``planned_seconds`` is
-        empty, or another model has its share.
     """
 
     model: str
@@ -75,7 +72,6 @@ class Layout:
     in_place: bool = True
     planned_bytes: tuple[int, int] = (0, 0)
     planned_seconds: dict[str, float] = field(default_factory=dict, hash=False)
-    planned_ram_bytes: int = 0
     _tables: dict[bool, list[list[int]]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -129,7 +125,6 @@ def make_layout(
     in_place: bool,
     planned_bytes: tuple[int, int],
     planned_seconds: Mapping[str, float] | None = None,
-    planned_ram_bytes: int = 0,
 ) -> Layout:
     """Return the layout of a model.
 
@@ -158,5 +153,4 @@ def make_layout(
         in_place=in_place,
         planned_bytes=planned_bytes,
         planned_seconds=dict(planned_seconds or {}),
-        planned_ram_bytes=planned_ram_bytes,
     )

@@ -149,11 +149,6 @@ class Plan:
         return sum(item.num_bytes for item in self.ram)
 
     @property
-    def ram_above_base_bytes(self) -> int:
-        """Those of them above what the process takes without a model."""
-        return self.peak_ram_bytes - self.machine.framework_bytes
-
-    @property
     def peak_vram_bytes(self) -> int:
         """The device's memory at its peak; 0 where blocks compute in RAM."""
         return sum(item.num_bytes for item in self.vram)

@@ -51,14 +51,15 @@ def _plan_on(machine: Machine, offloaded: OffloadedModel) -> Plan | None:
     return make_plan(run[0], machine, run[1], decided)
 
 
-def expected_plan(offloaded: OffloadedModel) -> Plan | None:
-    """Return that plan on the figures of this machine's probe; None where they do not tell how long a step takes."""
+def expected_seconds(offloaded: OffloadedModel) -> dict[str, float]:
+    """Return how long a step by that plan should take, by cause (see `plan.causes`); empty where nobody can tell."""
     machine, order = _probed(offloaded.session), offloaded.executor.expected_order()
     if machine is None or machine.assumed.intersection(_MEASURED):
-        return None
+        return {}
     if sorted(order) != list(range(len(offloaded.layers.spec.blocks))):
-        return None  # a block that computes twice: its time is not known
-    return _plan_on(machine, offloaded)
+        return {}  # a block that computes twice: its time is not known
+    plan = _plan_on(machine, offloaded)
+    return {} if plan is None else plan.seconds
 
 
 def forecast_of(offloaded: OffloadedModel) -> Plan | None:

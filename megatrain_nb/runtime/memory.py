@@ -28,18 +28,17 @@ from megatrain_nb.plan.reserve import (
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.foresee import Foresight
-from megatrain_nb.runtime.inforce import expected_plan, forecast_of
+from megatrain_nb.runtime.inforce import expected_seconds, forecast_of
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatrain_nb.plan.model import ModelSpec
-    from megatrain_nb.plan.plan import Plan
     from megatrain_nb.runtime.offload import OffloadedModel
 
-# Freed memory waits in the heap. From this share of the room on it is given back at each border, as a block takes more
-# inside.
+# Freed memory waits in the heap. Where the room does not hold it, it is given back from this share of the room on, at each
+# border: inside, a block takes more. That costs page faults.
 _NEARLY_FULL = 0.9
 
 # A shortage is said again once it has grown by so much.
@@ -73,7 +72,7 @@ class ModelMemory:
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
         self._told: tuple[object, ...] | None = None
-        self._planned: Plan | None = None
+        self._planned: dict[str, float] = {}
 
     # -- planning -------------------------------------------------------------------------------------
 
@@ -127,7 +126,6 @@ class ModelMemory:
         spec, pager = offloaded.layers.spec, offloaded.pager
         order, stay = offloaded.executor.expected_order(), offloaded.executor.stay
         traffic = step_traffic(spec, self.residency, order, stay=stay)
-        plan, alone = self._expected(), len(self._session.models) == 1
         return make_layout(
             spec,
             pager.layout(),
@@ -135,8 +133,7 @@ class ModelMemory:
             name=offloaded.name,
             in_place=self._session.device.in_place,
             planned_bytes=(traffic.read_bytes, traffic.written_bytes),
-            planned_seconds=plan.seconds if plan else None,
-            planned_ram_bytes=plan.ram_above_base_bytes if plan and alone else 0,
+            planned_seconds=self._planned_seconds(),
         )
 
     def tell(self) -> None:
@@ -153,11 +150,11 @@ class ModelMemory:
         kept = frozenset(block for block in order if executor.keeping.wants(block))
         return self.residency, self.foresight.window, order, kept, executor.stay
 
-    def _expected(self) -> Plan | None:
+    def _planned_seconds(self) -> dict[str, float]:
         decides = self._planned_for()
-        if decides != self._told or self._planned is None:
+        if decides != self._told or not self._planned:
             self._told = decides
-            self._planned = expected_plan(self._offloaded)
+            self._planned = expected_seconds(self._offloaded)
         return self._planned
 
     def room_bytes(self) -> int:
@@ -266,16 +263,18 @@ class ModelMemory:
 
     def relieve(self) -> None:
         """At a block's border: give back what is free before the budget is full; set more aside if more is taken."""
-        lowest = min(self.reserved_bytes, round(_NEARLY_FULL * self._room))
-        if self._taken() > lowest:
+        reserved, taken = self.reserved_bytes, self._taken()
+        if taken > (reserved if reserved <= self._room else _NEARLY_FULL * self._room):
             heap.trim()
-        if self._taken() > self.reserved_bytes:
-            gc.collect()  # a model that nobody holds may lie in a cycle, as after a Trainer
-            heap.trim()
+            taken = self._taken()
+        if taken > reserved:
             self.learn()
 
     def begin(self) -> None:
         """Count from here: what the process took at most before a step, or a forward alone, is not the model's."""
+        if self._taken() > self.reserved_bytes:
+            gc.collect()  # another model that nobody holds may lie in a cycle, as after a Trainer
+            heap.trim()
         self._session.other_peak_bytes()
 
     def _taken(self) -> int:

@@ -148,6 +148,20 @@ class Replayed:
         self.ended = False
 
 
+def kept() -> Replayed:
+    """Return what the open session keeps of its last training.
+
+    Raises
+    ------
+    SessionError
+        No session is open, or nobody has followed it.
+    """
+    found = Replayed()
+    found.recorder, found.tiers = _current_recorder(), require_session().tiers()
+    found.ended = True
+    return found
+
+
 def load(path: str | Path) -> Replayed:
     """Read a recording; a last line that was cut off is left out.
 

@@ -73,7 +73,7 @@ def shoot_run(browser: Any, lab: str, folder: Path) -> None:
     page = open_page(browser, lab, "view.ipynb")
     run_cell(page, 0)
     page.locator(".jp-CodeCell").nth(0).locator("text=/^\\[1\\]:$/").wait_for(
-        timeout=120_000
+        timeout=300_000
     )
     run_cell(page, 1)
     page.locator("text=/^Starting$/").wait_for(timeout=20_000)

@@ -9,7 +9,7 @@ import pytest
 import megatrain_nb as mt
 from megatrain_nb.plan import catalogue
 from megatrain_nb.runtime import inforce, memory
-from megatrain_nb.runtime.inforce import expected_plan
+from megatrain_nb.runtime.inforce import expected_seconds
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.recorder import Recorder
 from megatrain_nb.runtime.recording import follow, unfollow
@@ -67,9 +67,6 @@ def test_the_plan_beside_what_is_measured_is_the_forecasts(
         recorder.on_layout = told  # type: ignore[method-assign]
         mt.train_step(model, optimizer, batches(2, 16, 2))
         first = next(each for each in planned if each)
-        assert recorder.layout is not None
-        ram, taken = recorder.layout.planned_ram_bytes, session.tiers()["ram"]
-        assert 0.5 * taken.peak_bytes <= ram <= 1.05e9 * RAM_GB
     plan = mt.estimate(
         config, SLOW, seq_len=16, batch=2, accumulation=2, max_ram_gb=RAM_GB
     )
@@ -94,11 +91,11 @@ def test_it_is_simulated_again_only_when_something_changed(
     measured(SLOW)
     calls: list[Any] = []
 
-    def counted(*given: Any) -> Any:
+    def counted(*given: Any) -> dict[str, float]:
         calls.append(given)
-        return expected_plan(*given)
+        return expected_seconds(*given)
 
-    monkeypatch.setattr(memory, "expected_plan", counted)
+    monkeypatch.setattr(memory, "expected_seconds", counted)
     with mt.init(tmp_path / "o", max_ram_gb=2) as session:
         session.max_resident_bytes = 2_000_000  # nothing is learned: the plan rests
         session.max_kept_bytes = 0
@@ -142,7 +139,6 @@ def test_without_measured_figures_there_is_no_plan(
             mt.train_step(model, optimizer, batches(1, 16, 1))
             assert recorder.layout is not None
             assert recorder.layout.planned_seconds == {}
-            assert recorder.layout.planned_ram_bytes == 0
 
 
 def test_nobody_listens_nothing_is_simulated(
@@ -151,7 +147,7 @@ def test_nobody_listens_nothing_is_simulated(
     def never(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(memory, "expected_plan", never)
+    monkeypatch.setattr(memory, "expected_seconds", never)
     with mt.init(tmp_path / "o", max_ram_gb=1, device="cpu"):
         _, made = make_model()
         model, optimizer = mt.wrap(made, lr=1e-3)
