@@ -25,10 +25,11 @@ SETUP = """\
 import tempfile, torch, transformers
 import megatrain_nb as mt
 from pydoc_data.topics import topics
+from transformers import Trainer  # what is imported later counts as taken since the session opened
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 work = tempfile.mkdtemp()
-session = mt.init(work + "/offload", max_ram_gb=0.3, device="cpu")
+session = mt.init(work + "/offload", max_ram_gb=0.4, device="cpu")
 session.max_resident_bytes = 26_000_000
 mt.probe()
 config = transformers.LlamaConfig(hidden_size=192, intermediate_size=512, num_hidden_layers=22,
@@ -45,6 +46,12 @@ TRAIN = """\
 import time; time.sleep(4)  # read the data
 trainer.train();"""
 COMPUTES = "text=/^(forward|backward) of /"
+# Neither the prompt nor the bar that marks the cell, and no question about news.
+STYLE = ".jp-OutputPrompt, .jp-Collapser { display: none !important }"
+NO_NEWS = (
+    "home/.jupyter/lab/user-settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings",
+    '{"fetchNews": "false"}',
+)
 NUM_STEPS = 30  # before the first picture of training
 WIDE, NARROW = {"width": 1280, "height": 1300}, {"width": 700, "height": 1700}
 
@@ -56,6 +63,9 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as home, serving(Path(home)) as lab:
         write_notebook(Path(home, "view.ipynb"), SETUP, TRAIN)
+        settings = Path(home, NO_NEWS[0])
+        settings.parent.mkdir(parents=True)
+        settings.write_text(NO_NEWS[1])
         with browsing() as browser:
             shoot_run(browser, lab, folder)
             saved = Path(home, "view.ipynb").read_text()
@@ -100,6 +110,7 @@ def shoot_run(browser: Any, lab: str, folder: Path) -> None:
 def open_page(browser: Any, lab: str, name: str) -> Any:
     page = open_notebook(browser, lab, name)
     page.set_viewport_size(WIDE)
+    page.add_style_tag(content=STYLE)
     command(page, "application:toggle-left-area")
     command(page, "statusbar:toggle")  # it would lie over long pictures
     page.wait_for_timeout(1_000)
