@@ -46,14 +46,21 @@ TRAIN = """\
 import time; time.sleep(4)  # read the data
 trainer.train();"""
 COMPUTES = "text=/^(forward|backward) of /"
-# Neither the prompt nor the bar that marks the cell, and no question about news.
-STYLE = ".jp-OutputPrompt, .jp-Collapser { display: none !important }"
+# Neither the prompt nor the bar that marks the cell, nor a status bar over it, and no question about news.
+STYLE = (
+    ".jp-OutputPrompt, .jp-Collapser, #jp-main-statusbar { display: none !important }"
+)
 NO_NEWS = (
     "home/.jupyter/lab/user-settings/@jupyterlab/apputils-extension/notification.jupyterlab-settings",
     '{"fetchNews": "false"}',
 )
 NUM_STEPS = 30  # before the first picture of training
-WIDE, NARROW = {"width": 1280, "height": 1300}, {"width": 700, "height": 1700}
+# What is longer than a page is cut off.
+WIDE, NARROW, LONG = (
+    {"width": 1280, "height": 1300},
+    {"width": 700, "height": 1900},
+    {"width": 1280, "height": 2300},
+)
 
 
 def main() -> None:
@@ -75,6 +82,7 @@ def main() -> None:
             )  # so it is not trusted
             Path(home, "copy.ipynb").write_text(copy)
             page = open_page(browser, lab, "copy.ipynb")
+            page.set_viewport_size(LONG)
             page.locator("text=stopped, as asked").wait_for(timeout=20_000)
             shoot(page, folder / "reopened.png")
 
@@ -97,7 +105,7 @@ def shoot_run(browser: Any, lab: str, folder: Path) -> None:
     page.set_viewport_size(NARROW)
     page.wait_for_timeout(3_000)
     shoot(page, folder / "narrow.png", busy=True)
-    page.set_viewport_size(WIDE)
+    page.set_viewport_size(LONG)
     page.wait_for_timeout(2_000)
     page.get_by_role("button", name="Stop").click()
     page.locator("text=stopped, as asked").wait_for(timeout=20_000)
@@ -112,7 +120,6 @@ def open_page(browser: Any, lab: str, name: str) -> Any:
     page.set_viewport_size(WIDE)
     page.add_style_tag(content=STYLE)
     command(page, "application:toggle-left-area")
-    command(page, "statusbar:toggle")  # it would lie over long pictures
     page.wait_for_timeout(1_000)
     return page
 
