@@ -133,9 +133,9 @@ def _head(snap: Snapshot) -> str:
         share = min(snap.num_done / snap.total_steps, 1.0)
         done = bar([(share, colour)], height=6, title=f"{share:.0%} of the steps")
     return (
-        f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 14px">'
-        f'<span style="font-size:17px;font-weight:600">{_position(snap)}</span>'
-        f"<span>{dot}{label}</span>"
+        f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 0">'
+        f'<span style="font-size:17px;font-weight:600;margin-right:14px">{_position(snap)}</span>'
+        f'<span style="margin-right:14px">{dot}{label}</span>'
         f'<span style="margin-left:auto;{MUTED}">{times}</span></div>'
         f'<div style="margin-top:7px">{done}</div>'
     )
@@ -255,7 +255,7 @@ def _memory(snap: Snapshot) -> str:
         return ""
     rows = "".join(
         f'<div style="display:flex;flex-wrap:wrap;justify-content:space-between;'
-        f'gap:0 12px;margin-top:4px"><span>{_html.escape(_tier_name(name, tier))}</span>'
+        f'margin-top:4px"><span style="margin-right:12px">{_html.escape(_tier_name(name, tier))}</span>'
         f"<span>{_tier_html(tier)}</span></div>{_tier_bar(tier)}{_tier_parts(tier)}"
         for name, tier in snap.tiers.items()
     )
