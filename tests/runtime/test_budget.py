@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 MAX_RAM_GB = 0.8
 ALLOWED = 1.05
-BEFORE = ("opening", "making")  # the status tells the peak since the model moved in
 PHASES = """
 import json, sys, warnings
 import torch, transformers
@@ -50,8 +49,7 @@ with torch.no_grad():
 phase("evaluating")
 mt.save_pretrained(model, sys.argv[1] + "/model", max_shard_size="200MB")
 phase("saving")
-ram = session.status().tiers["ram"]
-held = {"pool": session.pool.peak_bytes, "disk": session.store.peak_bytes, "told": ram.peak_bytes}
+held = {"pool": session.pool.peak_bytes, "disk": session.store.peak_bytes}
 session.close()
 phase("closing")
 left = rss.resident_bytes() - base
@@ -70,8 +68,6 @@ def test_peak_memory_stays_within_the_budget_in_every_phase(
         print(f"{name:<20} {peak / 1e6:6.0f} MB of {MAX_RAM_GB * 1e3:.0f} MB")
     assert max(report["peaks"].values()) <= allowed, report["peaks"]
     assert report["held"]["pool"] <= MAX_RAM_GB * 1e9
-    since = [peak for name, peak in report["peaks"].items() if name not in BEFORE]
-    assert report["held"]["told"] == pytest.approx(max(since), rel=0.03)
     assert report["losses"][2] < report["losses"][0]
     # What stays is code that was loaded (numba's compiler, matrix kernels), not the model.
     assert report["left"] <= 0.2e9, report["left"]
