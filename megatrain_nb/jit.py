@@ -12,6 +12,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
+from weakref import WeakSet
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
@@ -162,9 +163,16 @@ def _listen() -> None:
     class Compilations(base):  # type: ignore[misc]
         depth = 0  # kernels inside kernels are one compilation to a person
 
+        def __init__(self) -> None:
+            self.told: WeakSet[Any] = WeakSet()
+
         def on_start(self, event: Any) -> None:
-            function = event.data["dispatcher"].py_func
-            if self.depth == 0 and function.__module__.startswith("megatrain_nb."):
+            dispatcher = event.data["dispatcher"]
+            function = dispatcher.py_func
+            ours = function.__module__.startswith("megatrain_nb.")
+            # One that compiles again for other types says nothing new.
+            if self.depth == 0 and ours and dispatcher not in self.told:
+                self.told.add(dispatcher)
                 compiling(f"{function.__name__} kernel")
             self.depth += 1
 

@@ -82,6 +82,19 @@ def test_compiles_once_and_says_so(
 
 
 @compiled_only
+def test_other_types_of_the_same_kernel_are_not_told_again(
+    load: Load, told: list[str]
+) -> None:
+    import numpy as np  # noqa: PLC0415
+
+    module = load()
+    assert run(module) == 14
+    assert module.square_sum(np.arange(4, dtype=np.int32)) == 14
+    assert len(module.square_sum.signatures) == 2
+    assert len(told) == 1
+
+
+@compiled_only
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04\x95"])
 def test_a_corrupt_cache_is_rebuilt(
     load: Load, told: list[str], tmp_path: Path, content: bytes

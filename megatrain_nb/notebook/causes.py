@@ -96,5 +96,5 @@ def _bar(seconds: Mapping[str, float], whole: float, *, height: int) -> str:
 def _labelled(name: str, drawn: str) -> str:
     return (
         f'<div style="display:flex;align-items:center;margin-top:3px"><div style="flex:none;width:64px;'
-        f'font-size:11px;{MUTED}">{name}</div><div style="flex:1 1 auto">{drawn}</div></div>'
+        f'font-size:11px;{MUTED}">{name}</div><div style="flex:1 1 auto;width:100%">{drawn}</div></div>'
     )

@@ -12,9 +12,9 @@ from megatrain_nb.notebook.parts import image
 from megatrain_nb.notebook.pictures import png
 from megatrain_nb.plan.report import (
     BOUNDS,
-    FONT,
     LANES,
     OTHER,
+    TEXT,
     TIERS,
     TRACK,
     bars_html,
@@ -61,7 +61,7 @@ def plan_html(plan: Plan, *, advice: bool = True) -> str:
     colour = "#1fa37a" if plan.fits else "#d55e00"
     bound = BOUNDS[plan.bound_by]
     return (
-        f'<div style="max-width:980px;font:13px/1.45 {FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="max-width:980px;{TEXT}">'
         f'<div style="font-size:15px;font-weight:600;margin:4px 0">{escape(title(plan))}</div>'
         f'<div><span style="display:inline-block;width:10px;height:10px;border-radius:5px;margin-right:6px;'
         f'background-color:{colour}"></span><b>{escape(verdict(plan))}</b> &middot; '
@@ -93,7 +93,7 @@ def strip_html(plan: Plan) -> str:
         border = ";border-bottom:3px solid #a0522d" if kept else ""
         cells.append(
             f'<div title="{escape(block.name)}: {format_bytes(size)} of weights; {_STAYS_TEXT[level]}{kept}" '
-            f'style="flex:1 1 4px;min-width:2px;height:20px;margin-right:1px;box-sizing:border-box;'
+            f'style="flex:1 1 4px;width:100%;min-width:2px;height:20px;margin-right:1px;box-sizing:border-box;'
             f'background-color:{_STAYS[level]}{border}"></div>'
         )
     if plan.kept:
@@ -120,7 +120,7 @@ def timeline_html(plan: Plan) -> str:
         )
         out.append(
             f'<div style="display:flex;align-items:center"><div style="width:130px">{told}</div>'
-            f'<div style="flex:1">{drawn}</div></div>'
+            f'<div style="flex:1;width:100%">{drawn}</div></div>'
         )
     return (
         f"{''.join(out)}"
@@ -152,7 +152,7 @@ def conventional_html(plan: Plan) -> str:
         out.append(
             f'<div style="display:flex;align-items:center;margin-top:3px"><div style="width:230px">{name}: '
             f"<b>{format_bytes(size)}</b></div>"
-            f'<div style="flex:1;display:flex;height:14px">{segments_html(items, whole)}</div></div>'
+            f'<div style="flex:1;width:100%;display:flex;height:14px">{segments_html(items, whole)}</div></div>'
         )
     return "".join(out)
 
@@ -174,7 +174,7 @@ def machine_html(machine: Machine) -> str:
     most = max(rate for _, rate in rates)
     bars = "".join(
         f'<div style="display:flex;align-items:center;margin-top:3px"><div style="width:160px">{name}</div>'
-        f'<div style="flex:1;background-color:{TRACK};height:12px"><div style="width:{rate / most:.2%};height:12px;'
+        f'<div style="flex:1;width:100%;background-color:{TRACK};height:12px"><div style="width:{rate / most:.2%};height:12px;'
         f'background-color:#3b8fd4"></div></div><div style="width:90px;text-align:right">{rate / 1e9:.3g} GB/s</div></div>'
         for name, rate in rates
     )
@@ -185,7 +185,7 @@ def machine_html(machine: Machine) -> str:
         for label, text, known in machine.rows()
     )
     return (
-        f'<div style="max-width:720px;font:13px/1.45 {FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="max-width:720px;{TEXT}">'
         f'<div style="font-size:15px;font-weight:600;margin:4px 0">{escape(machine.name)}</div>{bars}'
         f'<table style="margin-top:10px;border-collapse:collapse">{cells}</table></div>'
     )

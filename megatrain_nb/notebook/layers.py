@@ -81,7 +81,7 @@ def layer_strip(layout: Layout, now: Now) -> str:
     return (
         f"{title('Where every layer is', doing)}"
         f'<div style="display:flex;gap:8px"><div style="flex:none;width:52px;'
-        f'padding-top:3px">{labels}</div><div style="flex:1 1 auto;min-width:0">'
+        f'padding-top:3px">{labels}</div><div style="flex:1 1 auto;min-width:0;width:100%">'
         f"{image(strip(layout, now), told, height=height)}"
         f"{between(_name(layout, 0), _name(layout, -1))}</div></div>"
         f"{legend(colours, small=True)}"

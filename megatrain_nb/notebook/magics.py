@@ -100,6 +100,17 @@ def ask_for_help(lines: list[str]) -> list[str]:
     return lines
 
 
+class _Empty(list[object]):
+    """An empty list that says what is not there where it is shown."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
 @magics_class
 class MegatrainMagics(Magics):
     """The magics of one shell."""
@@ -202,7 +213,11 @@ class MegatrainMagics(Magics):
         return _open_session().status()
 
     def _checkpoints(self, _args: Namespace) -> object:
-        return _open_session().checkpoints()
+        session = _open_session()
+        return session.checkpoints() or _Empty(
+            f"no checkpoint in {session.preflight.path}; session.save_checkpoint() takes one, and mt.Trainer does with "
+            "save_strategy='steps'"
+        )
 
     def _resume(self, args: Namespace) -> object:
         session = current_session()

@@ -199,9 +199,15 @@ def _commands() -> dict[str, _Parser]:
     explore.add_argument("model", nargs="?", help="a name in the catalogue, or a path")
     explore.add_argument("machine", nargs="?", help="a name in the catalogue")
     replay = _Parser(
-        prog="%megatrain replay", description="show a run from its recording"
+        prog="%megatrain replay",
+        description="show a run from its recording, or the open session's last one",
     )
-    replay.add_argument("path", metavar="PATH", help="what mt.record wrote")
+    replay.add_argument(
+        "path",
+        metavar="PATH",
+        nargs="?",
+        help="what mt.record wrote; none: what the open session keeps",
+    )
     status = "show bytes per tier and the last step's times; returns the Status"
     resume = _Parser(
         prog="%megatrain resume",

@@ -1,4 +1,8 @@
-"""Pieces of HTML that the views share; pure."""
+"""Pieces of HTML that the views share; pure.
+
+[Note: untrusted] In a notebook that is not trusted JupyterLab 4.4 drops ``flex``, ``gap`` and ``justify-content``, and keeps
+``display:flex``. So what stretches has a width as well, which ``flex`` overrides, and what would touch has margins.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +47,17 @@ def card(body: str) -> str:
 
 def columns(*parts: str) -> str:
     """Return parts side by side where there is room; empty ones are left out."""
-    cells = "".join(
-        f'<div style="flex:1 1 300px;min-width:0">{part}</div>'
-        for part in parts
-        if part
-    )
-    if not cells:
+    there = [part for part in parts if part]
+    if not there:
         return ""
+    style = f"flex:1 1 300px;min-width:0;width:{100 // len(there) - 3}%"
+    apart = [f"{style};margin-right:12px"] * (len(there) - 1)  # [Note: untrusted]
+    cells = "".join(
+        f'<div style="{each}">{part}</div>'
+        for each, part in zip([*apart, style], there, strict=True)
+    )
     return (
-        f'<div style="display:flex;flex-wrap:wrap;gap:14px 36px;margin-top:14px">'
+        f'<div style="display:flex;flex-wrap:wrap;gap:14px 24px;margin-top:14px">'
         f"{cells}</div>"
     )
 
@@ -77,7 +83,9 @@ def _legend_item(colour: str, text: str) -> str:
 
 def between(*texts: str) -> str:
     """Return small texts along a line, from end to end."""
-    spans = "".join(f"<span>{text}</span>" for text in texts)
+    *first, last = texts
+    spans = "".join(f'<span style="margin-right:10px">{text}</span>' for text in first)
+    spans += f"<span>{last}</span>"
     return (
         f'<div style="display:flex;justify-content:space-between;font-size:11px;{MUTED}">'
         f"{spans}</div>"

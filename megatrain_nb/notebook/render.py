@@ -20,6 +20,7 @@ from megatrain_nb.notebook.parts import (
     card,
     columns,
     image,
+    legend,
     number,
     table,
     title,
@@ -33,8 +34,8 @@ from megatrain_nb.notebook.pictures import (
     curves,
     svg_address,
 )
-from megatrain_nb.notebook.snapshot import ENDED, RECORDED
-from megatrain_nb.plan.report import FONT
+from megatrain_nb.notebook.snapshot import ENDED, PAST
+from megatrain_nb.plan.report import TEXT
 from megatrain_nb.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -51,14 +52,16 @@ _STATES = {
     "done": ("done", GREEN),
     "stopped": ("stopped, as asked; the last step is whole", ORANGE),
     "recorded": ("from a recording", GREY),
+    "kept": ("the last training of the open session", GREY),
     "interrupted": ("interrupted", ORANGE),
     "failed": ("failed", RED),
 }
 _EDGE = "rgba(128,128,128,.35)"
 _CODE_FONT = "var(--jp-code-font-family, monospace)"
 _MAX_CODE = 90
+# How much of its colour a part of a bar has: what the pool does not hold, and what was there at the peak.
+_OWN, _PEAK = "99", "44"
 _MAX_METRICS = 4
-_NUMBERS = "font-variant-numeric:tabular-nums"
 
 
 def text_line(snap: Snapshot) -> str:
@@ -77,7 +80,7 @@ def text_line(snap: Snapshot) -> str:
     if left_s is not None and snap.state == "training":
         parts.append(f"about {_clock(left_s)} left")
     parts += [
-        f"{_TIERS.get(n, n)} {format_bytes(t.used_bytes)} ({_peak_text(t)})"
+        f"{_tier_name(n, t)} {format_bytes(t.used_bytes)} ({_peak_text(t)})"
         for n, t in snap.tiers.items()
     ]
     state = "" if snap.state == "training" else f" ({_STATES[snap.state][0]})"
@@ -105,7 +108,7 @@ def page(snap: Snapshot) -> str:
     return (
         f'<div style="max-width:1180px;box-sizing:border-box;margin:6px 3px;'
         f"padding:12px 16px 14px;border:1px solid {_EDGE};border-radius:8px;"
-        f'font:13px/1.45 {FONT};{_NUMBERS}">{"".join(body)}</div>'
+        f'{TEXT}">{"".join(body)}</div>'
     )
 
 
@@ -130,9 +133,9 @@ def _head(snap: Snapshot) -> str:
         share = min(snap.num_done / snap.total_steps, 1.0)
         done = bar([(share, colour)], height=6, title=f"{share:.0%} of the steps")
     return (
-        f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 14px">'
-        f'<span style="font-size:17px;font-weight:600">{_position(snap)}</span>'
-        f"<span>{dot}{label}</span>"
+        f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 0">'
+        f'<span style="font-size:17px;font-weight:600;margin-right:14px">{_position(snap)}</span>'
+        f'<span style="margin-right:14px">{dot}{label}</span>'
         f'<span style="margin-left:auto;{MUTED}">{times}</span></div>'
         f'<div style="margin-top:7px">{done}</div>'
     )
@@ -216,7 +219,7 @@ def _no_plan(snap: Snapshot) -> str:
     """Say how a plan could stand beside what is measured, where this machine was never measured."""
     if snap.layout is None or snap.probed is not None or snap.state in ENDED:
         return ""
-    if snap.layout.planned_seconds or snap.state == RECORDED:
+    if snap.layout.planned_seconds or snap.state in PAST:
         return ""
     command = f'<span style="font-family:{_CODE_FONT}">%megatrain probe</span>'
     return (
@@ -252,25 +255,50 @@ def _memory(snap: Snapshot) -> str:
         return ""
     rows = "".join(
         f'<div style="display:flex;flex-wrap:wrap;justify-content:space-between;'
-        f'gap:0 12px;margin-top:4px"><span>{_TIERS.get(name, _html.escape(name))}</span>'
-        f"<span>{_tier_html(tier)}</span></div>{_tier_bar(tier)}"
+        f'margin-top:4px"><span style="margin-right:12px">{_html.escape(_tier_name(name, tier))}</span>'
+        f"<span>{_tier_html(tier)}</span></div>{_tier_bar(tier)}{_tier_parts(tier)}"
         for name, tier in snap.tiers.items()
     )
     return title("Memory: now, peak, budget") + rows
 
 
+def _tier_name(name: str, tier: TierStatus) -> str:
+    if name == "ram" and tier.own_bytes is None:
+        return "RAM (the pool alone)"  # what else is taken nobody says
+    return _TIERS.get(name, name)
+
+
+def _tier_colour(tier: TierStatus) -> str:
+    if not tier.limit_bytes:
+        return BLUE
+    peak = tier.peak_bytes / tier.limit_bytes
+    return RED if peak > 0.98 else ORANGE if peak > 0.9 else BLUE
+
+
 def _tier_bar(tier: TierStatus) -> str:
     whole = tier.limit_bytes or max(tier.peak_bytes, tier.used_bytes, 1)
     now, peak = tier.used_bytes / whole, tier.peak_bytes / whole
-    colour = BLUE
-    if tier.limit_bytes:
-        colour = RED if peak > 0.98 else ORANGE if peak > 0.9 else BLUE
-    parts = [
-        (min(now, 1.0), colour),
-        (max(min(peak, 1.0) - now, 0.0), f"{colour}66"),
-    ]
+    held = (tier.used_bytes - (tier.own_bytes or 0)) / whole
+    colour = _tier_colour(tier)
+    ends = [min(share, 1.0) for share in (0.0, held, now, max(now, peak))]
+    shades = (colour, f"{colour}{_OWN}", f"{colour}{_PEAK}")
+    parts = [(b - a, c) for a, b, c in zip(ends, ends[1:], shades, strict=False)]
     told = f"{now:.0%} now, {peak:.0%} at the peak" if tier.limit_bytes else ""
     return bar(parts, height=10, title=told)
+
+
+def _tier_parts(tier: TierStatus) -> str:
+    """Say what the parts of a bar are, where it has more than one."""
+    if tier.own_bytes is None:
+        return ""
+    colour, held = _tier_colour(tier), tier.used_bytes - tier.own_bytes
+    return legend(
+        [
+            (colour, f"pool {format_bytes(held)}"),
+            (f"{colour}{_OWN}", f"model&#39;s own tensors and all else {format_bytes(tier.own_bytes)}"),
+        ],
+        small=True,
+    )  # fmt: skip
 
 
 def _tier_html(tier: TierStatus) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NUM_RECENT = 8  # what is said of the last steps is said of so many rows
 _NUM_TIMED = 32  # what passes between their ends tells when the end comes
 ENDED = ("done", "stopped", "interrupted", "failed")
-RECORDED = "recorded"
+RECORDED, KEPT = PAST = ("recorded", "kept")  # in a file, and by the open session
 
 
 @dataclass(slots=True, kw_only=True, repr=False)
@@ -28,7 +28,7 @@ class Snapshot:
     ----------
     state
         ``waiting`` (for training to begin), ``training``, ``paused``, ``finishing`` (the step in progress is the last),
-        ``stopping`` (at the next block), ``done``, ``stopped``, ``interrupted``, ``failed`` or ``recorded``.
+        ``stopping`` (at the next block), ``done``, ``stopped``, ``interrupted``, ``failed``, ``recorded`` or ``kept``.
     doing
         What the cell's code does while it is ``waiting``; empty if not known.
     num_done, total_steps
@@ -133,7 +133,7 @@ class Snapshot:
     def left_s(self) -> float | None:
         """Estimated seconds to the end of this training; None if not known."""
         timed = self.rows[-_NUM_TIMED:]
-        if self.total_steps is None or not timed or self.state in (*ENDED, RECORDED):
+        if self.total_steps is None or not timed or self.state in (*ENDED, *PAST):
             return None
         if len(timed) > 1:  # what passes between two ends counts evaluation, too
             count = sum(row.count for row in timed[1:])
@@ -158,6 +158,6 @@ def fill(snap: Snapshot, recorder: Recorder) -> Snapshot:
     snap.bandwidth = recorder.bandwidth()
     snap.totals = dict(recorder.totals)
     snap.earlier = list(recorder.earlier)
-    if snap.state in (*ENDED, RECORDED):
+    if snap.state in (*ENDED, *PAST):
         snap.last_step = recorder.last_step()
     return snap

@@ -48,6 +48,8 @@ BOUNDS = {
 }
 TRACK = "rgba(128,128,128,.2)"
 FONT = "var(--jp-ui-font-family, system-ui, sans-serif)"
+# Each by itself: in a notebook that is not trusted JupyterLab drops a variable, and all that is said together with it.
+TEXT = f"font-size:13px;line-height:1.45;font-family:{FONT};font-variant-numeric:tabular-nums"
 
 
 def colour(name: str) -> str:
@@ -209,7 +211,7 @@ def as_text(plan: Plan, *, advice: bool = True) -> str:
 def as_html(plan: Plan) -> str:
     """Return the plan as bars and a table."""
     return (
-        f'<div style="max-width:980px;font:13px/1.45 {FONT};font-variant-numeric:tabular-nums">'
+        f'<div style="max-width:980px;{TEXT}">'
         f'<div style="font-size:15px;font-weight:600;margin:4px 0 8px">{escape(title(plan))}</div>'
         f"{bars_html(plan)}"
         f'<table style="margin-top:10px;border-collapse:collapse">{rows_html(plan)}</table></div>'

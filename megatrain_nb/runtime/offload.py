@@ -184,6 +184,9 @@ class OffloadedModel:
                 )
         for block in self.layers.blocks:
             block.intercept(self.executor.call)
+        if len(self.session.models) == 1:
+            # What the first model took elsewhere before it moved in is not the session's.
+            self.session.forget_ram_peak()
 
     def release(self) -> None:
         """Let the model's calls be its own again; the weights stay where they are."""

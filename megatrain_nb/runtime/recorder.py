@@ -83,7 +83,7 @@ class Recorder(Callback):
         clock: Callable[[], float] = time.perf_counter,
         write: Callable[[dict[str, Any]], None] | None = None,
         with_spans: bool = False,
-        tiers: Callable[[], dict[str, tuple[int, int, int | None]]] | None = None,
+        tiers: Callable[[], dict[str, tuple[int | None, ...]]] | None = None,
     ) -> None:
         self.layout: Layout | None = None
         self.history = History()

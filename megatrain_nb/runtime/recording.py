@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -123,12 +124,9 @@ def unfollow(session: Session, recorder: Recorder) -> None:
         session.callbacks.remove(recorder)
 
 
-def tier_bytes(session: Session) -> dict[str, tuple[int, int, int | None]]:
-    """Return bytes by tier: now, peak, limit."""
-    return {
-        name: (tier.used_bytes, tier.peak_bytes, tier.limit_bytes)
-        for name, tier in session.tiers().items()
-    }
+def tier_bytes(session: Session) -> dict[str, tuple[int | None, ...]]:
+    """Return bytes by tier: now, peak, limit, and those of now that the pool does not hold."""
+    return {name: astuple(tier) for name, tier in session.tiers().items()}
 
 
 class Replayed:
@@ -148,6 +146,20 @@ class Replayed:
         self.recorder = Recorder(clock=lambda: 0.0)
         self.tiers: dict[str, TierStatus] = {}
         self.ended = False
+
+
+def kept() -> Replayed:
+    """Return what the open session keeps of its last training.
+
+    Raises
+    ------
+    SessionError
+        No session is open, or nobody has followed it.
+    """
+    found = Replayed()
+    found.recorder, found.tiers = _current_recorder(), require_session().tiers()
+    found.ended = True
+    return found
 
 
 def load(path: str | Path) -> Replayed:

@@ -41,19 +41,20 @@ class PeakMeter:
         _meters.add(self)
         self.restart()
 
-    def restart(self) -> None:
-        """Forget the peak; it starts again from now."""
+    def restart(self) -> int:
+        """Forget the peak, and return it in bytes; it starts again from now."""
         with _lock:
             peak = _field("VmHWM:")
             for meter in _meters:
                 meter._seen = max(meter._seen, peak)
             with suppress(OSError):
                 _CLEAR_REFS.write_text("5")
-            self._seen = 0
+            peak, self._seen = self._seen, 0
+        return peak
 
-    def read(self) -> int:
-        """Return the peak in bytes; 0 where the kernel does not say."""
-        return max(self._seen, _field("VmHWM:"))
+    def read(self, status: str | None = None) -> int:
+        """Return the peak in bytes; 0 where the kernel does not say. ``status`` is what it has just said."""
+        return max(self._seen, _field("VmHWM:", status))
 
 
 class OtherMeter:
@@ -70,7 +71,7 @@ class OtherMeter:
 
     def __init__(self) -> None:
         self._meter = PeakMeter()
-        self._most = 0
+        self._most = self._most_together = 0
         self.base_bytes, self._base_files = resident_bytes(), file_bytes()
         self._least_files = self._base_files
 
@@ -81,8 +82,10 @@ class OtherMeter:
         try:
             yield
         finally:
-            self._meter.restart()
-            self._least_files = file_bytes()
+            peak, files = self._meter.restart(), file_bytes()
+            # Also what was taken meanwhile, by whomever.
+            self._most_together = max(self._most_together, self._above(peak, files))
+            self._least_files = files
 
     def now(self, counted_bytes: int) -> int:
         """Return what is taken now, in bytes; the other memory has this size."""
@@ -95,10 +98,33 @@ class OtherMeter:
             most, self._most = self._most, 0
         return most
 
+    def together(self, counted_bytes: int) -> tuple[int, int] | None:
+        """Return what is taken beside the other memory now, and the most of both since `forget_together`, in bytes.
+
+        None where the kernel does not say. It costs one look at what the kernel says, and forgets nothing.
+        """
+        status = _status()
+        resident, files = _field("VmRSS:", status), _field("RssFile:", status)
+        if not resident:
+            return None
+        now = resident - self._data_bytes(files) - self.base_bytes - counted_bytes
+        now = max(0, now)
+        peak = self._above(self._meter.read(status), files)
+        return now, max(self._most_together, peak, counted_bytes + now)
+
+    def forget_together(self, counted_bytes: int) -> None:
+        """Let the most of both, which are so much now, begin again from now."""
+        with self.changing(counted_bytes):
+            pass
+        self._most_together = 0
+
     def _peak(self, counted_bytes: int) -> int:
+        return self._above(self._meter.read(), file_bytes()) - counted_bytes
+
+    def _above(self, peak: int, files: int) -> int:
         # The kernel has no peak of files alone: those that were there before the peak as well as after it.
-        files = self._data_bytes(min(self._least_files, file_bytes()))
-        return self._meter.read() - files - self.base_bytes - counted_bytes
+        files = self._data_bytes(min(self._least_files, files))
+        return peak - files - self.base_bytes
 
     def _data_bytes(self, files: int) -> int:
         return max(0, files - self._base_files - _MOST_CODE_BYTES)
@@ -120,11 +146,15 @@ def available_bytes() -> int:
     )
 
 
-def _field(name: str) -> int:
+def _status() -> str:
     try:
-        text = _STATUS.read_text()
+        return _STATUS.read_text()
     except OSError:
-        return 0
+        return ""
+
+
+def _field(name: str, status: str | None = None) -> int:
+    text = _status() if status is None else status
     start = text.find(name)
     return (
         int(text[start + len(name) :].split(maxsplit=1)[0]) * 1024 if start >= 0 else 0

@@ -417,6 +417,11 @@ class Session:
         """Return the RAM that everything but the pool takes now, above the session's start."""
         return self._other.now(self.pool.mapped_bytes)
 
+    def forget_ram_peak(self) -> None:
+        """Let the peak of RAM that `tiers` tells begin again from now, without what was freed."""
+        heap.trim()
+        self._other.forget_together(self.pool.mapped_bytes)
+
     def other_peak_bytes(self) -> int:
         """Estimate the most RAM that everything but the pool took since the last call, above the session's start."""
         return max(0, self._other.restart(self.pool.mapped_bytes))
@@ -426,12 +431,11 @@ class Session:
     def tiers(self) -> dict[str, TierStatus]:
         """Return bytes per tier now and at peak."""
         device_bytes = self.device.used_bytes()
-        ram_bytes = self.pool.in_use_bytes
         tiers = {
             "device": TierStatus(
                 device_bytes, self.device.peak_bytes, self.max_vram_bytes
             ),
-            "ram": TierStatus(ram_bytes, self.pool.peak_bytes, self.max_ram_bytes),
+            "ram": self._ram(),
             "disk": TierStatus(
                 self.store.used_bytes, self.store.peak_bytes, self.max_disk_bytes
             ),
@@ -439,6 +443,15 @@ class Session:
         if self.device.torch_device.type == "cpu":
             del tiers["device"]
         return tiers
+
+    def _ram(self) -> TierStatus:
+        pool, limit = self.pool, self.max_ram_bytes
+        mapped = pool.mapped_bytes
+        counted = self._other.together(mapped)
+        if counted is None:
+            return TierStatus(pool.in_use_bytes, pool.peak_bytes, limit)
+        own, peak = counted
+        return TierStatus(mapped + own, peak, limit, own)
 
     def status(self) -> Status:
         """Return bytes per tier now and at peak, and where the last step's time and bytes went."""

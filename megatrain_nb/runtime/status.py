@@ -23,13 +23,23 @@ _FP32_BYTES = 8  # of both moments of one parameter
 class TierStatus:
     """Bytes in one tier: now, the most so far, and the budget (None for no limit).
 
-    In RAM the peak counts what was mapped, buffers that wait for reuse included; on disk it is the file's
-    size, which grows in steps.
+    In RAM these are what the kernel counts above the session's start: the session's pool, buffers that wait for reuse
+    included, and all else that the process took, as the model's own tensors do. The peak is the most of both together since
+    the first model moved in. On disk it is the file's size, which grows in steps.
+
+    Attributes
+    ----------
+    used_bytes, peak_bytes, limit_bytes
+        Now, the most, and the budget.
+    own_bytes
+        Those of ``used_bytes`` in RAM that the pool does not hold. None in other tiers, and where the kernel does not
+        say (not Linux): then RAM is that of the pool alone.
     """
 
     used_bytes: int
     peak_bytes: int
     limit_bytes: int | None
+    own_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +109,7 @@ class Status:
     def rows(self) -> list[tuple[str, str]]:
         """Return label and text of every line."""
         rows = [
-            (
-                name.upper() if name == "ram" else name,
-                f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most, "
-                + (
-                    f"budget {format_bytes(tier.limit_bytes)}"
-                    if tier.limit_bytes
-                    else "no limit"
-                ),
-            )
+            (name.upper() if name == "ram" else name, _describe_tier(name, tier))
             for name, tier in self.tiers.items()
         ]
         rows.append(
@@ -238,6 +240,22 @@ def describe_model(model: OffloadedModel) -> ModelStatus:
         num_split=sum(
             param.numel for pack in spec.packs if pack.split for param in pack.params
         ),
+    )
+
+
+def _describe_tier(name: str, tier: TierStatus) -> str:
+    limit = (
+        f"budget {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else "no limit"
+    )
+    text = f"{format_bytes(tier.used_bytes)} now, {format_bytes(tier.peak_bytes)} at most, {limit}"
+    if name != "ram":
+        return text
+    if tier.own_bytes is None:
+        return f"{text}; the session's pool alone, since this system does not say what the process takes"
+    pool = tier.used_bytes - tier.own_bytes
+    return (
+        f"{text}; {format_bytes(pool)} are the session's pool, {format_bytes(tier.own_bytes)} the model's own tensors and "
+        "all else that the process took since the session opened"
     )
 
 

@@ -6,6 +6,7 @@ what this package needs); MEGATRAIN_FRONTEND is ``lab`` or ``notebook``.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,21 +42,21 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture
-def lab(tmp_path: Path) -> Iterator[str]:
-    """The frontend on this machine, in an empty home; returns its address."""
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The frontend on this machine, with its home in the folder; returns its address."""
     port = free_port()
     command = [PYTHON, "-m", _MODULES[FRONTEND], "--no-browser", "--allow-root"]
     options = [
         f"--port={port}",
         "--ip=127.0.0.1",
         "--IdentityProvider.token=",
-        f"--ServerApp.root_dir={tmp_path}",
+        f"--ServerApp.root_dir={folder}",
         f"--{_APPS[FRONTEND]}.expose_app_in_browser=True",
     ]
-    settings = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path / "home")}
+    settings = {"PYTHONPATH": str(ROOT), "HOME": str(folder / "home")}
     settings |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with (tmp_path / "lab.log").open("w") as log:
+    with (folder / "lab.log").open("w") as log:
         server = subprocess.Popen(
             [*command, *options], env=os.environ | settings, stdout=log, stderr=log
         )
@@ -65,20 +67,37 @@ def lab(tmp_path: Path) -> Iterator[str]:
             break
         except OSError:
             time.sleep(0.2)
-    yield f"http://127.0.0.1:{port}"
-    server.terminate()
-    server.wait(30)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(30)
 
 
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
+@contextmanager
+def browsing() -> Iterator[Any]:
+    """A browser that nobody sees."""
+    playwright = importlib.import_module("playwright.sync_api")
     with playwright.sync_playwright() as driver:
         chromium = driver.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
         )
         yield chromium
         chromium.close()
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[str]:
+    """The frontend in an empty home; returns its address."""
+    with serving(tmp_path) as address:
+        yield address
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    pytest.importorskip("playwright.sync_api", reason="no playwright")
+    with browsing() as chromium:
+        yield chromium
 
 
 def open_notebook(browser: Any, lab: str, name: str, *, busy: bool = False) -> Any:

@@ -49,6 +49,7 @@ class FakeSession:
         self.num_stops = 0
         self.step = 0
         self.saved: list[Any] = []
+        self.held = [FakeCheckpoint("'step-4', step 4 of 9")]
         self.shown_while_training: bool | None = None
         self.stop_event = threading.Event()
         self.controls = Controls()
@@ -68,7 +69,7 @@ class FakeSession:
         set_current(None)
 
     def checkpoints(self) -> list[FakeCheckpoint]:
-        return [FakeCheckpoint("'step-4', step 4 of 9")]
+        return list(self.held)
 
     def resume(self, name: str | None, *, weights_only: bool) -> tuple[Any, bool]:
         if name == "missing":
@@ -79,7 +80,7 @@ class FakeSession:
     def tiers(self) -> dict[str, TierStatus]:
         now = 400_000_000 + 1_000_000 * (self.step % 50)
         return {
-            "ram": TierStatus(now, 620_000_000, 800_000_000),
+            "ram": TierStatus(now, 620_000_000, 800_000_000, 180_000_000),
             "disk": TierStatus(1_430_000_000, 1_913_600_000, None),
         }
 

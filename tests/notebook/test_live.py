@@ -481,6 +481,21 @@ def test_replay_shows_the_page_and_the_chart(
     assert "cannot read a recording" in capsys.readouterr().err
 
 
+def test_replay_without_a_file_shows_what_the_session_keeps(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not run(shell, "%megatrain replay").success
+    assert "no session is open" in capsys.readouterr().err
+    run(shell, f"s = %megatrain {INIT}")
+    assert not run(shell, "%megatrain replay").success
+    assert "nobody has followed this session" in capsys.readouterr().err
+    assert run(shell, "%%megatrain train --display html\ns.train(3);").success
+    shell.display_pub.outputs.clear()
+    assert run(shell, "%megatrain replay").success
+    shown = shell.display_pub.outputs[0]["data"]["text/plain"]
+    assert shown.startswith("Step 3 of 3 (the last training of the open session): loss")
+
+
 def test_the_chart_is_a_plotly_figure() -> None:
     go = pytest.importorskip("plotly.graph_objects")
     figure = go.Figure(chart.figure_fields(full_snapshot()))

@@ -78,6 +78,18 @@ def test_checkpoints_and_resume(
     assert "no checkpoint 'missing' in" in capsys.readouterr().err
 
 
+def test_no_checkpoint_is_a_sentence_and_an_empty_list(
+    shell: Any, fake: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, f"%megatrain {INIT};")
+    fake.current.held.clear()
+    capsys.readouterr()
+    assert run(shell, "%megatrain checkpoints").result == []
+    assert "no checkpoint in /nvme/run; " in capsys.readouterr().out
+    run(shell, "found = %megatrain checkpoints")
+    assert list(shell.user_ns["found"]) == []
+
+
 def test_resume_remembers_the_directory(
     shell: Any,
     fake: types.ModuleType,

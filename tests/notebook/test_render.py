@@ -35,7 +35,10 @@ FULL = Snapshot(
     ],
     tiers={
         "ram": TierStatus(
-            used_bytes=5 * 10**8, peak_bytes=7 * 10**8, limit_bytes=8 * 10**8
+            used_bytes=5 * 10**8,
+            peak_bytes=7 * 10**8,
+            limit_bytes=8 * 10**8,
+            own_bytes=2 * 10**8,
         ),
         "disk": TierStatus(used_bytes=10**9, peak_bytes=2 * 10**9, limit_bytes=None),
     },
@@ -94,6 +97,7 @@ def test_page_tells_everything_with_units() -> None:
         "waiting for disk 1.00 s 25%",
         "other (Python, data) 500 ms",  # a cause that is not known here counts as other
         "500 MB peak 700 MB, budget 800 MB",
+        "pool 300 MB model&#39;s own tensors and all else 200 MB",
         "1.00 GB peak 2.00 GB, no limit",
     ):
         assert part in shown
@@ -133,6 +137,27 @@ def test_a_tier_near_its_budget_changes_colour(peak: int, colour: str) -> None:
     html = page(replace(FULL, tiers={"ram": TierStatus(500, peak, 1000)}))
     assert f"width:50.00%;height:10px;background-color:{colour}" in html
     assert f"50% now, {peak / 1000:.0%} at the peak" in html
+
+
+def test_both_parts_of_the_ram_and_its_peak_are_stacked() -> None:
+    html = page(replace(FULL, tiers={"ram": TierStatus(500, 800, 1000, 200)}))
+    assert re.findall(r"width:([\d.]+)%;height:10px;background-color:([#\w]+)", html) == [
+        ("30.00", BLUE),
+        ("20.00", f"{BLUE}99"),
+        ("30.00", f"{BLUE}44"),
+    ]  # fmt: skip
+    over = page(replace(FULL, tiers={"ram": TierStatus(1500, 1600, 1000, 700)}))
+    shares = re.findall(r"width:([\d.]+)%;height:10px", over)
+    assert shares == ["80.00", "20.00"]  # a bar ends at the budget; the numbers do not
+    assert "150% now, 160% at the peak" in over
+
+
+def test_where_the_kernel_does_not_say_the_pool_alone_is_told() -> None:
+    snap = replace(FULL, tiers={"ram": TierStatus(500, 800, 1000)})
+    shown, said = text_of(page(snap)), "RAM (the pool alone) 500 B"
+    assert f"{said} peak 800 B, budget 1.00 kB" in shown
+    assert "own tensors" not in shown
+    assert f"{said} (peak 800 B, budget 1.00 kB)" in text_line(snap)
 
 
 def test_evaluations_are_shown() -> None:

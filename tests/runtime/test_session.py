@@ -352,6 +352,44 @@ def test_a_forked_child_deletes_nothing(tmp_path: Path) -> None:
 # -- status ---------------------------------------------------------------------------------------
 
 
+def test_ram_is_the_pool_and_what_else_the_process_takes(tmp_path: Path) -> None:
+    with opened(tmp_path) as session:
+        model, optimizer = wrapped(seeded(TinyLM))
+        before = session.tiers()["ram"]
+        assert before.own_bytes is not None
+        # 64 MiB that a model allocates inside and frees before anybody looks.
+        model.register_forward_pre_hook(lambda *_: torch.ones(16 << 20).sum() and None)
+        window_step(model, optimizer, 0)
+        window_step(model, optimizer, 1)
+        after = session.tiers()["ram"]
+        assert after.own_bytes is not None
+        assert after.peak_bytes >= before.used_bytes + 60_000_000
+        assert after.used_bytes <= after.peak_bytes - 50_000_000
+        assert after.used_bytes - after.own_bytes == session.pool.mapped_bytes
+        held = torch.ones(16 << 20)
+        now = session.tiers()["ram"]
+        assert now.own_bytes is not None
+        assert now.own_bytes >= after.own_bytes + 60_000_000
+        assert held.sum() == len(held)
+        assert "the model's own tensors and all else" in str(session.status())
+
+
+def test_the_peak_of_ram_begins_when_the_first_model_has_moved_in(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as session:
+        taken = torch.ones(16 << 20)
+        assert session.tiers()["ram"].peak_bytes >= 60_000_000
+        del taken
+        model, _ = wrapped(seeded(TinyLM))
+        assert session.tiers()["ram"].peak_bytes <= 40_000_000
+        taken = torch.ones(16 << 20)
+        del taken
+        second, _ = wrapped(seeded(TinyLM))  # it hides nothing of what was before
+        assert session.tiers()["ram"].peak_bytes >= 60_000_000
+        assert model is not second
+
+
 def test_status_before_and_after_steps(tmp_path: Path) -> None:
     with opened(tmp_path) as session:
         assert "no GPU" in str(session.status())
