@@ -21,6 +21,7 @@ from megatrain_nb.plan.memory import (
 from megatrain_nb.plan.own import SPREAD_BYTES, holes_bytes, keepable_bytes
 from megatrain_nb.plan.reserve import (
     GRAIN_BYTES,
+    NEARLY_FULL,
     first_guess,
     still_fits,
     with_margin,
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.runtime.offload import OffloadedModel
-
-# Freed memory waits in the heap. Where the room does not hold it, it is given back from this share of the room on, at each
-# border: inside, a block takes more. That costs page faults.
-_NEARLY_FULL = 0.9
 
 # A shortage is said again once it has grown by so much.
 _WORTH_SAYING = 1.25
@@ -265,7 +262,7 @@ class ModelMemory:
         """At a block's border: give back what is free before the budget is full; set more aside if more is taken."""
         enough = self.reserved_bytes <= self._room
         if self._taken() > (
-            self.reserved_bytes if enough else _NEARLY_FULL * self._room
+            self.reserved_bytes if enough else NEARLY_FULL * self._room
         ):
             heap.trim()
         if self._taken() > self.reserved_bytes:
