@@ -33,6 +33,7 @@ _ALIASES = {
     "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
     "shared_experts": ("n_shared_experts", "num_shared_experts"),
 }
+_BATCHED = ("llama4", "llama4_text")  # one batched product for all experts, always
 _DROPOUT = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout")
 
 
@@ -154,7 +155,8 @@ def _dims(config: Any, layers: Layers) -> Dims:
         eager=getattr(config, "_attn_implementation", None) == "eager",
         dropout=any(getattr(config, name, None) for name in _DROPOUT),
         looped=bool(experts)
-        and getattr(config, "_experts_implementation", None) == "eager",
+        and getattr(config, "_experts_implementation", None) == "eager"
+        and getattr(config, "model_type", None) not in _BATCHED,
     )
 
 

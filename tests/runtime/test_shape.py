@@ -32,7 +32,8 @@ def test_the_catalogue_is_what_transformers_makes(name: str) -> None:
     assert shape.spec(split=True) == cut(model, torch.bfloat16).spec
     few = parse_compression("4bit")
     assert shape.spec(compression=few) == cut(model, compression=few).spec
-    assert shape.dims == shape_from(model, layers).dims
+    made = shape_from(model, layers).dims
+    assert (shape.dims.dropout, shape.dims.looped) == (made.dropout, made.looped)
 
 
 @pytest.mark.parametrize("tied", [False, True])
