@@ -260,18 +260,18 @@ class ModelMemory:
 
     def relieve(self) -> None:
         """At a block's border: give back what is free before the budget is full; set more aside if more is taken."""
-        enough = self.reserved_bytes <= self._room
-        if self._taken() > (
-            self.reserved_bytes if enough else NEARLY_FULL * self._room
-        ):
+        reserved, taken = self.reserved_bytes, self._taken()
+        if taken > (reserved if reserved <= self._room else NEARLY_FULL * self._room):
             heap.trim()
-        if self._taken() > self.reserved_bytes:
-            gc.collect()  # a model that nobody holds may lie in a cycle, as after a Trainer
-            heap.trim()
+            taken = self._taken()
+        if taken > reserved:
             self.learn()
 
     def begin(self) -> None:
         """Count from here: what the process took at most before a step, or a forward alone, is not the model's."""
+        if self._taken() > self.reserved_bytes:
+            gc.collect()  # another model that nobody holds may lie in a cycle, as after a Trainer
+            heap.trim()
         self._session.other_peak_bytes()
 
     def _taken(self) -> int:
