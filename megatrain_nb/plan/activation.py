@@ -53,10 +53,8 @@ _KEPT = {
 # Attention that keeps its matrix: copies of heads x length for each token.
 _EAGER = {"gemma2": 2.0, "gpt_oss": 1.0}
 
-# A norm or dropout after the last product saves what comes of it, so backward computes that product again.
-_SAVES_AFTER = frozenset(
-    {"bert", "gemma2", "gemma3", "gemma3_text", "gpt2", "olmo2", "opt"}
-)
+# A norm after the last product saves what comes of it, as dropout does, so backward computes that product again.
+_NORM_AFTER = frozenset({"bert", "gemma2", "gemma3", "gemma3_text", "olmo2"})
 
 _FP32, _BF16 = 4, 2
 
@@ -167,21 +165,18 @@ class Work:
 
     Attributes
     ----------
-    flops
-        Operations of the forward's matrix products; the backward has twice as many.
+    products
+        The forward's matrix products: (rows, operations); the backward has twice as many operations.
     moved_bytes
         Bytes that everything else moves through the memory of what computes, in the forward.
-    rows
-        Rows of the matrix products.
-    again_flops
-        Those of ``flops`` that backward computes again where nothing was kept: a block's last product only
-        where something that was saved comes after it.
+    last
+        The block's last product, where nothing that is saved comes after it: backward does not compute it again if
+        nothing was kept.
     """
 
-    flops: float
+    products: tuple[tuple[float, float], ...]
     moved_bytes: float
-    rows: float
-    again_flops: float
+    last: tuple[float, float] = (1.0, 0.0)
 
 
 def block_work(shape: Shape, part: Part, window: Window) -> Work:
@@ -194,24 +189,22 @@ def block_work(shape: Shape, part: Part, window: Window) -> Work:
     """
     dims, rows = shape.dims, window.rows
     if part.kind == "embedding":
-        return Work(0.0, 3.0 * rows * dims.hidden * 4, rows, 0.0)
-    flops = 0.0
-    thin = False
+        return Work((), 3.0 * rows * dims.hidden * 4)
+    flops = thin = 0.0
     for _, params in part.params:
         if len(params) >= 2:
             share = shape.share(params)
-            thin = thin or share < 1
-            flops += 2.0 * rows * math.prod(params) * share
+            found = 2.0 * rows * math.prod(params) * share
+            flops, thin = (flops + found, thin) if share == 1 else (flops, thin + found)
     if part.kind == "head":
         if not part.params:  # tied
             flops += 2.0 * rows * dims.vocabulary * dims.hidden
-        return Work(flops, 6.0 * rows * dims.vocabulary * 4, rows, flops)
-    again = flops
+        return Work(((rows, flops),), 6.0 * rows * dims.vocabulary * 4)
+    last = 0.0
     if part.kind == "layer":
         flops += 4.0 * rows * window.seq_len * dims.query
-        again = flops
-        if not thin and shape.family not in _SAVES_AFTER:
-            again -= 2.0 * rows * dims.hidden * dims.intermediate
+        if not (thin or dims.dropout or shape.family in _NORM_AFTER):
+            last = 2.0 * rows * dims.hidden * dims.intermediate
     each = rows * dims.experts_per_token / dims.experts if thin else rows
     moved_bytes = _PASSES * kept_bytes(shape, part, window, bf16=False)
-    return Work(flops, moved_bytes, each, again)
+    return Work(((rows, flops), (each, thin)), moved_bytes, (rows, last))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,8 +12,8 @@ from megatrain_nb.plan.timeline import Span
 if TYPE_CHECKING:
     from megatrain_nb.plan.machine import Machine
 
-Key = tuple[str, int]
-"""Which kind of piece, and of which pack."""
+Key = tuple[str, int, float]
+"""Which kind of piece, of which pack, and from which share of it on."""
 
 
 class Transfer(NamedTuple):
@@ -91,6 +92,17 @@ class SimulatedDisk:
         """Whether these bytes were written and not read since."""
         return key in self._written
 
+    def waiting_bytes(self, at_s: float) -> int:
+        """Return the RAM that waits to be written at that time; what is added later may not begin before."""
+        while self._step(at_s):
+            pass
+        return self._waiting
+
+    def finish_a_write(self) -> float | None:
+        """Return when the next write is done; None if nothing waits to be written."""
+        writes = self._queues["WRITE"]
+        return self.finish(writes[0]) if writes else None
+
     def finish(self, job: Job) -> float:
         """Return when a job is done."""
         while job.end_s is None:
@@ -104,17 +116,21 @@ class SimulatedDisk:
         self.moved[kind] += what.num_bytes
         return job
 
-    def _step(self) -> None:
-        """Work on the first job until it is done, or a read comes."""
+    def _step(self, until_s: float = math.inf) -> bool:
+        """Work on the first job until it is done, a read comes, or it is so late; False if there is nothing to do."""
         reads, writes = self._queues["READ"], self._queues["WRITE"]
         heads = [queue[0] for queue in (reads, writes) if queue]
-        self._now = max(self._now, min(job.ready_s for job in heads))
+        begin = max(self._now, min((job.ready_s for job in heads), default=math.inf))
+        if begin >= until_s:
+            return False
+        self._now = begin
         job = next(job for job in heads if job.ready_s <= self._now)
         both = len(heads) > 1 and all(head.ready_s <= self._now for head in heads)
         speed = self._both if both else 1.0
         seconds = job.left_s / speed
         if job.kind == "WRITE" and reads:
             seconds = min(seconds, reads[0].ready_s - self._now)
+        seconds = min(seconds, until_s - self._now)
         start, self._now = self._now, self._now + seconds
         job.left_s -= speed * seconds
         if job.left_s <= 1e-12 * job.whole_s:
@@ -133,3 +149,4 @@ class SimulatedDisk:
                 lane="disk",
             )
         )
+        return True

@@ -15,7 +15,8 @@ from megatrain_nb.plan.activation import (
     largest_kept_bytes,
     logits_bytes,
 )
-from megatrain_nb.plan.reserve import with_margin
+from megatrain_nb.plan.logits import BYTES_PER_LOGIT
+from megatrain_nb.plan.reserve import NEARLY_FULL, large_bytes, with_margin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,8 +30,14 @@ if TYPE_CHECKING:
 # models (docs/forecast.md); less where it computes in bf16.
 _TORCH_BYTES, _TORCH_BF16_BYTES = 80_000_000, 70_000_000
 
-# Runs of the same model differ by so much; a session sets aside what it has seen, a plan names the most.
+# Runs of the same model differ by so much, since freed memory waits in the heap; a session sets aside what it has seen, a
+# plan names the most. It is less where the heap is given back at each border.
 SPREAD_BYTES = 64_000_000
+_LEAST_SPREAD_BYTES = 16_000_000
+
+# Each logit tensor in the heap is freed among smaller ones, and the next does not fit into what those leave. Found in the
+# heap at the turn: 118 MB free beside four of 16 MB.
+_TORN = 1.5
 
 # Freed memory between tensors that are kept waits in the heap: half of them, where they are small and few; of more
 # and larger ones the system takes it back (`megatrain_nb.runtime.heap`). Measured, as above.
@@ -45,8 +52,11 @@ ROUNDING_BYTES = 16_000_000
 # While a block is in backward: what it keeps, gradients of it, and what the operation in progress makes.
 _BACKWARD_SHARE = 1.4
 
-# Experts in one tensor: the gradient of each slice is as large as all of it, and two are added to a third.
+# Experts in one tensor, taken one after the other: the gradient of each slice is as large as all of it, and two are
+# added to a third.
 _STACKED = 3
+
+ONE_BLOCK = "one block's activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +69,13 @@ class OwnTensors:
         Bytes by what they are.
     chunking
         How logits are cut that would not fit; None where they fit.
+    torn_bytes
+        Free memory between logits in the heap.
     """
 
     items: Mapping[str, int]
     chunking: Chunking | None = None
+    torn_bytes: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -90,20 +103,25 @@ def own_tensors(
         return OwnTensors({"torch's own": torch})
     logits, chunking = logits_bytes(shape, window, room_bytes=max(0, room_bytes))
     block = backward_bytes(shape, window, bf16=bf16)
+    looped = shape.dims.looped
     gradient = max(
         (
-            math.prod(size) * 4 * (_STACKED if shape.share(size) < 1 else 1)
+            math.prod(size) * 4 * (_STACKED if looped and shape.share(size) < 1 else 1)
             for part in shape.parts
             for _, size in part.params
         ),
         default=0,
     )
+    # Small logits lie in the heap, which keeps their room when the turn has freed them and blocks go backward.
+    tokens = window.rows if chunking is None else chunking.tokens
+    waits = tokens * shape.dims.vocabulary * BYTES_PER_LOGIT < large_bytes(0)
+    block = block + logits if waits else max(block, logits)
     items = {
         "inputs of the blocks": border_bytes(shape, window, bf16=bf16),
-        "one block's activations": max(block, logits) + gradient,
+        ONE_BLOCK: block + gradient,
         "torch's own": torch,
     }
-    return OwnTensors(items, chunking)
+    return OwnTensors(items, chunking, round(_TORN * logits) if waits else 0)
 
 
 def backward_bytes(shape: Shape, window: Window, *, bf16: bool) -> int:
@@ -114,6 +132,24 @@ def backward_bytes(shape: Shape, window: Window, *, bf16: bool) -> int:
 def set_aside(own: OwnTensors) -> int:
     """Return what a session sets aside for these before it has run, in bytes."""
     return with_margin(own.num_bytes + SPREAD_BYTES)
+
+
+def spread_bytes(own: OwnTensors, *, room_bytes: int) -> int:
+    """Return what may wait in the heap at the peak, in bytes.
+
+    Parameters
+    ----------
+    own
+        What is taken beside it.
+    room_bytes
+        What the budget leaves beside what streams. Where that holds it, nothing is given back before it is full.
+    """
+    if set_aside(own) <= room_bytes:
+        return max(SPREAD_BYTES, own.torn_bytes)
+    # At a border no more is taken than this; then a block comes.
+    most = round(NEARLY_FULL * room_bytes) + own.items.get(ONE_BLOCK, 0)
+    waits = max(0, most - own.num_bytes) + _LEAST_SPREAD_BYTES
+    return min(waits, SPREAD_BYTES)
 
 
 def kept_by_block(shape: Shape, choices: Choices) -> dict[int, int]:

@@ -11,7 +11,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatrain_nb.errors import BudgetError
-from megatrain_nb.plan.activation import border_bytes, logits_bytes
+from megatrain_nb.plan.activation import (
+    border_bytes,
+    largest_kept_bytes,
+    logits_bytes,
+)
 from megatrain_nb.plan.choices import spec_of
 from megatrain_nb.plan.device import (
     DevicePlan,
@@ -28,6 +32,7 @@ from megatrain_nb.plan.memory import (
     working_bytes,
 )
 from megatrain_nb.plan.own import (
+    ONE_BLOCK,
     ROUNDING_BYTES,
     SPREAD_BYTES,
     backward_bytes,
@@ -36,6 +41,7 @@ from megatrain_nb.plan.own import (
     kept_by_block,
     own_tensors,
     set_aside,
+    spread_bytes,
 )
 from megatrain_nb.plan.plan import Item, Plan
 from megatrain_nb.plan.reserve import settled, with_margin
@@ -275,7 +281,7 @@ class _Planner:
         items = [
             Item("slots for weights and gradients", slots),
             Item("inputs of the blocks", border_bytes(shape, window, bf16=bf16)),
-            Item("one block's activations", backward_bytes(shape, window, bf16=bf16)),
+            Item(ONE_BLOCK, backward_bytes(shape, window, bf16=bf16)),
             Item("logits", logits),
             Item("the driver's own", _CONTEXT_BYTES),
         ]
@@ -300,11 +306,17 @@ class _Planner:
         packs, machine = self._spec.packs, self._machine
         kept = _sum_of(self._keepable, blocks) if machine.in_place else 0
         everything = blocks >= self._keepable.keys()
+        own = dict(self._own.items)
+        if kept and everything:  # that of the block in backward is one of them
+            window, bf16 = self._choices.window, self._choices.bf16
+            own[ONE_BLOCK] -= largest_kept_bytes(self._shape, window, bf16=bf16)
         beside = {
-            **self._own.items,
+            **own,
             "activations that are kept": kept,
             "holes between those": holes_bytes(kept) if everything else 0,
-            "what runs differ by": SPREAD_BYTES,
+            "what runs differ by": spread_bytes(
+                self._own, room_bytes=max(self._room, 0)
+            ),
             "windows for packing": self._choices.packing_bytes,
         }
         # Where something streams, slabs of all sizes wait for reuse until the pool's share is used up.

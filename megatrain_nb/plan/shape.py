@@ -75,6 +75,10 @@ class Dims:
         Of a mixture's layers; 0 without.
     eager
         Attention keeps its matrix: heads x length for each token.
+    dropout
+        A layer drops some of what its last product gives.
+    looped
+        A mixture's layers take their experts one after the other; else all in one grouped product.
     """
 
     hidden: int
@@ -89,6 +93,8 @@ class Dims:
     expert_intermediate: int = 0
     shared_experts: int = 0
     eager: bool = False
+    dropout: bool = False
+    looped: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,18 +7,21 @@ gives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.disk import SimulatedDisk, Transfer
-from megatrain_nb.plan.memory import written_bytes
+from megatrain_nb.plan.inram import WHOLE, InRam, Share
+from megatrain_nb.plan.memory import streaming_bytes, written_bytes
+from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.plan.packing import AS_THEY_ARE, IO_THREADS
 from megatrain_nb.plan.schedule import Action, Kind, make_schedule
 from megatrain_nb.plan.timeline import Span
 from megatrain_nb.plan.traffic import NUM_FIRST, early_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from megatrain_nb.plan.disk import Job
     from megatrain_nb.plan.machine import Machine
@@ -68,19 +71,6 @@ class Simulated:
     busy_s: dict[str, float]
 
 
-@dataclass(slots=True)
-class _State:
-    """Where everything is while the step goes on."""
-
-    loaded: set[int] = field(default_factory=set)  # packs whose weights are in RAM
-    reading: dict[int, Job] = field(default_factory=dict)
-    dirty: set[int] = field(default_factory=set)  # newer in RAM than on disk
-    due: set[int] = field(default_factory=set)
-    for_update: dict[int, dict[str, Job]] = field(default_factory=dict)  # by piece
-    grads: set[int] = field(default_factory=set)  # packs whose gradient stays in RAM
-    on_device: set[int] = field(default_factory=set)
-
-
 class Simulation:
     """One model's steps on one machine.
 
@@ -100,9 +90,11 @@ class Simulation:
         Packs whose weights stay on a device until they change.
     on_disk
         What pieces take on the disk; left out, as if nothing were packed.
+    lent
+        Bytes that what a block keeps takes of the room for what streams, by block.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what was decided
         self,
         spec: ModelSpec,
         residency: Residency,
@@ -113,6 +105,7 @@ class Simulation:
         stay: frozenset[int] = frozenset(),
         *,
         on_disk: OnDisk = AS_THEY_ARE,
+        lent: Mapping[int, int] | None = None,
     ) -> None:
         self._spec = spec
         self._residency = residency
@@ -125,7 +118,11 @@ class Simulation:
         self._on_disk = on_disk
         self._spans: list[Span] = []
         self._disk = SimulatedDisk(machine, self._spans, written_bytes(spec))
-        self._state = _State()
+        # Where there is less room than streaming would use, it has to wait for it.
+        working = residency.working_bytes
+        self._room = working if 0 < working < streaming_bytes(spec) else math.inf
+        self._lent, self._held = lent or {}, dict[int, int]()
+        self._state = InRam()
         self._now = 0.0  # the training thread
         self._device = self._onload = self._offload = 0.0
         self._linked = {"ONLOAD": 0, "OFFLOAD": 0}
@@ -134,8 +131,9 @@ class Simulation:
         self._last = self._packs(self._order[-1 - NUM_FIRST : -1])
 
     def run(self) -> Simulated:
-        """Return the second of two steps: the first one fills the pipeline."""
-        self._step()
+        """Return the last of some steps: those before fill the pipeline, which takes longer with little room."""
+        for _ in range(1 if self._room == math.inf else 2):
+            self._step()
         begin, before = max(self._now, self._device), dict(self._disk.moved)
         linked = dict(self._linked)
         self._step()
@@ -192,6 +190,9 @@ class Simulation:
             elif action.kind is kind:
                 ahead.remove(action.block)
                 self._compute(action, turning=action.block == self._order[-1])
+                if self._room < math.inf:  # writes have landed meanwhile
+                    for block in ahead:
+                        self._read(blocks[block].packs)
             else:
                 needed = self._packs(ahead)
                 # The last block of a forward leaves as backward begins, which ends with the first ones.
@@ -204,6 +205,8 @@ class Simulation:
             if pack in self._state.on_device:
                 continue  # up to date
             if pack not in self._state.loaded:
+                if self._free_bytes() < self._weight_bytes(pack):
+                    continue  # later, when it has to be there
                 self._fetch(pack)
             if pack in self._state.due:
                 self._read_for_update(pack)
@@ -213,14 +216,65 @@ class Simulation:
         if pack not in self._residency.weights:
             self._state.reading[pack] = self._get("weights", pack)
 
-    def _read_for_update(self, pack: int, *, grads: bool = True) -> None:
-        resident = self._residency
-        jobs = self._state.for_update.setdefault(pack, {})
-        if "states" not in jobs and pack not in resident.states:
-            jobs["states"] = self._get("states", pack)
-        stays = pack in self._state.grads or pack in resident.grads
-        if grads and "grads" not in jobs and not stays:
-            jobs["grads"] = self._get("grads", pack)
+    def _read_for_update(
+        self, pack: int, *, grads: bool = True, start: float = 0.0
+    ) -> None:
+        """Start to read what the update uses, as far as there is room; before ``start`` all is done."""
+        shares = self._state.for_update.setdefault(pack, [])
+        spec, pieces = self._spec.packs[pack], self._streamed(pack, grads=grads)
+        for share in shares:
+            for piece in pieces:
+                if piece in share.jobs:
+                    continue
+                if self._free_bytes() < share.of(spec.num_bytes(piece)):
+                    return
+                share.jobs[piece] = self._get(piece, pack, share)
+        whole = sum(map(spec.num_bytes, pieces))
+        start = shares[-1].stop if shares else start
+        stop = self._as_far_as_fits(pack, whole, start)
+        if stop > start:
+            shares.append(Share(start, stop))
+            for piece in pieces:
+                shares[-1].jobs[piece] = self._get(piece, pack, shares[-1])
+
+    def _streamed(self, pack: int, *, grads: bool = True) -> list[str]:
+        """Return the pieces that an update has to read."""
+        stays = pack in self._state.grads or pack in self._residency.grads
+        found = [] if pack in self._residency.states else ["states"]
+        return [*found, "grads"] if grads and not stays else found
+
+    def _as_far_as_fits(self, pack: int, num_bytes: int, start: float) -> float:
+        """Return up to which share of a pack whole tiles of what the update uses fit, ``num_bytes`` in all."""
+        if not num_bytes or self._room == math.inf:
+            return 1.0
+        tile = min(1.0, TILE_NUMEL / self._spec.packs[pack].numel)
+        return min(1.0, start + tile * (self._free_bytes() // (tile * num_bytes)))
+
+    def _update(self, pack: int) -> None:
+        """Do an update that is due, part by part as they fit."""
+        state, spec, done = self._state, self._spec.packs[pack], 0.0
+        while done < 1:
+            self._read_for_update(pack, start=done)
+            shares = state.for_update[pack]
+            if not shares:
+                if self._wait_for_a_write():
+                    continue
+                shares.append(Share(done, 1.0))
+            share = shares.pop(0)
+            for piece in self._streamed(pack):
+                if piece not in share.jobs:
+                    share.jobs[piece] = self._get(piece, pack, share)
+            for job in share.jobs.values():
+                self._wait(job)
+            start, done = self._now, share.stop
+            self._now += self._machine.update_seconds(spec) * (done - share.start)
+            self._note("STEP", spec.name, start, self._now, lane="update")
+            if pack not in self._residency.states:
+                self._put("states", pack, share=share)
+        state.for_update.pop(pack)
+        state.due.remove(pack)
+        state.grads.discard(pack)
+        state.dirty.add(pack)
 
     def _compute(self, action: Action, *, turning: bool) -> None:
         block = self._spec.blocks[action.block]
@@ -234,6 +288,11 @@ class Simulation:
                 self._read_for_update(pack, grads=False)
         if backward:
             self._need_gradients(packs)
+            trained = self._trained - self._residency.grads
+            grads = (self._spec.packs[p].grad_bytes for p in packs if p in trained)
+            self._make_room(sum(grads))
+        else:
+            self._lend(action.block)
         times = self._times[action.block]
         forward = action.kind is Kind.FORWARD
         seconds = times.forward_s if forward else times.again_s
@@ -248,7 +307,15 @@ class Simulation:
         self._now = self._device if self._machine.in_place else start
         self._note(str(action.kind), block.name, start, self._device, lane="compute")
         if backward:
+            self._room += self._held.pop(action.block, 0)
             self._take_gradients(packs, last=early)
+
+    def _lend(self, block: int) -> None:
+        """Leave room to what a block is about to keep."""
+        if self._room < math.inf and (num_bytes := self._lent.get(block, 0)):
+            self._make_room(num_bytes)
+            self._room -= num_bytes
+            self._held[block] = num_bytes
 
     def _load(self, pack: int) -> None:
         """Let a pack's weights be there, and new."""
@@ -256,21 +323,12 @@ class Simulation:
         if pack in state.on_device:
             return
         if pack not in state.loaded:
+            self._make_room(self._weight_bytes(pack))
             self._fetch(pack)
         if (job := state.reading.pop(pack, None)) is not None:
             self._wait(job)
         if pack in state.due:
-            self._read_for_update(pack)
-            for each in state.for_update.pop(pack, {}).values():
-                self._wait(each)
-            state.due.remove(pack)
-            start = self._now
-            self._now += self._machine.update_seconds(spec)
-            self._note("STEP", spec.name, start, self._now, lane="update")
-            state.grads.discard(pack)
-            state.dirty.add(pack)
-            if pack not in self._residency.states:
-                self._put("states", pack)
+            self._update(pack)
         if not self._machine.in_place:
             state.on_device.add(pack)
             self._onload = self._link(
@@ -284,7 +342,9 @@ class Simulation:
     def _need_gradients(self, packs: Iterable[int]) -> None:
         """Bring a gradient back that another block has begun (tied weights) and that left."""
         for pack in packs:
-            if pack in self._trained and self._disk.has_written(("grads", pack)):
+            if pack in self._trained and self._disk.has_written(
+                ("grads", pack, WHOLE.start)
+            ):
                 self._wait(self._get("grads", pack))
 
     def _take_gradients(self, packs: Iterable[int], *, last: bool) -> None:
@@ -335,28 +395,58 @@ class Simulation:
     def _wait(self, job: Job) -> None:
         self._wait_until(self._disk.finish(job), job.what.name)
 
-    def _get(self, piece: str, pack: int) -> Job:
+    def _weight_bytes(self, pack: int) -> int:
+        """Return the room that a pack's weights need beside what stays."""
+        stays = pack in self._residency.weights
+        return 0 if stays else self._spec.packs[pack].weight_bytes
+
+    def _free_bytes(self) -> float:
+        """Return the room that is left now."""
+        if self._room == math.inf:
+            return self._room
+        taken = self._state.num_bytes(self._spec.packs, self._residency)
+        return self._room - taken - self._disk.waiting_bytes(self._now)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Wait for writes until there is so much room."""
+        while self._free_bytes() < num_bytes and self._wait_for_a_write():
+            pass
+
+    def _wait_for_a_write(self) -> bool:
+        end = self._disk.finish_a_write()
+        if end is not None:
+            self._wait_until(end, "room, while something is written")
+        return end is not None
+
+    def _get(self, piece: str, pack: int, share: Share = WHOLE) -> Job:
         """Start to read ``weights``, ``grads`` or ``states`` of a pack."""
-        what = self._transfer(piece, pack, self._on_disk.unpack_seconds)
-        job, free_s = self._disk.get((piece, pack), what, self._now)
+        what = self._transfer(piece, pack, self._on_disk.unpack_seconds, share)
+        job, free_s = self._disk.get((piece, pack, share.start), what, self._now)
         self._wait_until(free_s, f"{what.name} to be written")
         return job
 
-    def _put(self, piece: str, pack: int, at_s: float = 0.0) -> None:
-        what = self._transfer(piece, pack, self._on_disk.pack_seconds)
-        free_s = self._disk.put((piece, pack), what, max(at_s, self._now))
+    def _put(
+        self, piece: str, pack: int, at_s: float = 0.0, *, share: Share = WHOLE
+    ) -> None:
+        what = self._transfer(piece, pack, self._on_disk.pack_seconds, share)
+        free_s = self._disk.put((piece, pack, share.start), what, max(at_s, self._now))
         self._wait_until(free_s, f"room, while {what.name} is written")
 
     def _transfer(
-        self, piece: str, pack: int, cost: Callable[[str, PackSpec], float]
+        self,
+        piece: str,
+        pack: int,
+        cost: Callable[[str, PackSpec], float],
+        share: Share,
     ) -> Transfer:
         spec = self._spec.packs[pack]
         more = {"weights": "", "grads": " gradient", "states": " states"}
+        seconds = cost(piece, spec) / min(IO_THREADS, self._machine.cores)
         return Transfer(
             f"{spec.name}{more[piece]}",
-            self._on_disk.num_bytes(piece, spec),
-            spec.num_bytes(piece),
-            cost(piece, spec) / min(IO_THREADS, self._machine.cores),
+            share.of(self._on_disk.num_bytes(piece, spec)),
+            share.of(spec.num_bytes(piece)),
+            seconds * (share.stop - share.start),
         )
 
     def _wait_until(self, end: float, name: str) -> None:

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megatrain_nb.plan.activation import block_work
+from megatrain_nb.plan.own import kept_by_block
 from megatrain_nb.plan.packing import IO_THREADS
 from megatrain_nb.plan.reserve import large_bytes
 from megatrain_nb.plan.simulate import BlockTimes, Simulation
@@ -93,16 +94,38 @@ class ModelWork:
             lost_s = moved_s / machine.cores + traffic.packing_cpu_s / together
         times = self.times(kept, lost_s=lost_s)
         return Simulation(
-            spec, residency, order, times, machine, trained, stay, on_disk=on_disk
+            spec,
+            residency,
+            order,
+            times,
+            machine,
+            trained,
+            stay,
+            on_disk=on_disk,
+            lent=self._lent(residency, order, kept),
         ).run()
+
+    def _lent(
+        self, residency: Residency, order: Sequence[int], kept: frozenset[int]
+    ) -> dict[int, int]:
+        """Return the bytes that blocks keep in what is lent to them, by block: what was set aside is full first."""
+        if not residency.lent_bytes:
+            return {}
+        sizes = kept_by_block(self._shape, self._choices)
+        found, own = {}, residency.keep_bytes - residency.lent_bytes
+        for block in order:
+            if block in kept and (size := sizes.get(block, 0)):
+                found[block] = max(0, size - own)
+                own = max(0, own - size)
+        return found
 
     def _measure(self, part: Part) -> tuple[float, float, float]:
         """Return the seconds of forward, of what is computed again, and of backward for a whole window."""
         choices, machine = self._choices, self._machine
         window, count = choices.window, choices.window.accumulation
         work = block_work(self._shape, part, window)
-        rate = machine.flops_per_s(work.rows, bf16=choices.bf16)
-        forward, backward = work.flops / rate, 2 * work.flops / rate
+        products = sum(self._product_s(*each) for each in work.products)
+        forward, backward = products, 2 * products
         if machine.in_place:
             rest = work.moved_bytes / machine.memory_bytes_per_s
             forward += rest + _FORWARD_CALL_S
@@ -119,8 +142,12 @@ class ModelWork:
             logits, gradients = self._fresh_bytes(part)
             forward += logits / machine.fresh_bytes_per_s
             backward += (logits + gradients) / machine.fresh_bytes_per_s
-        again = forward - (work.flops - work.again_flops) / rate
+        again = forward - self._product_s(*work.last)
         return forward * count, again * count, backward * count
+
+    def _product_s(self, rows: float, flops: float) -> float:
+        """Return the seconds of a matrix product with so many rows and operations."""
+        return flops / self._machine.flops_per_s(rows, bf16=self._choices.bf16)
 
     def _fresh_bytes(self, part: Part) -> tuple[int, int]:
         """Return the bytes of large tensors, which the system gives anew: of logits in each way, and of gradients."""

@@ -21,6 +21,7 @@ from megatrain_nb.plan.memory import (
 from megatrain_nb.plan.own import SPREAD_BYTES, holes_bytes, keepable_bytes
 from megatrain_nb.plan.reserve import (
     GRAIN_BYTES,
+    NEARLY_FULL,
     first_guess,
     still_fits,
     with_margin,
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
 
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.runtime.offload import OffloadedModel
-
-# Freed memory waits in the heap. Where the room does not hold it, it is given back from this share of the room on, at each
-# border: inside, a block takes more. That costs page faults.
-_NEARLY_FULL = 0.9
 
 # A shortage is said again once it has grown by so much.
 _WORTH_SAYING = 1.25
@@ -264,7 +261,7 @@ class ModelMemory:
     def relieve(self) -> None:
         """At a block's border: give back what is free before the budget is full; set more aside if more is taken."""
         reserved, taken = self.reserved_bytes, self._taken()
-        if taken > (reserved if reserved <= self._room else _NEARLY_FULL * self._room):
+        if taken > (reserved if reserved <= self._room else NEARLY_FULL * self._room):
             heap.trim()
             taken = self._taken()
         if taken > reserved:

@@ -33,6 +33,8 @@ _ALIASES = {
     "expert_intermediate": ("moe_intermediate_size", "intermediate_size"),
     "shared_experts": ("n_shared_experts", "num_shared_experts"),
 }
+_BATCHED = ("llama4", "llama4_text")  # one batched product for all experts, always
+_DROPOUT = ("resid_pdrop", "hidden_dropout_prob", "hidden_dropout", "dropout")
 
 
 def shape_from(model: nn.Module, layers: Layers) -> Shape:
@@ -151,6 +153,10 @@ def _dims(config: Any, layers: Layers) -> Dims:
         expert_intermediate=get("expert_intermediate") if experts else 0,
         shared_experts=get("shared_experts") if experts else 0,
         eager=getattr(config, "_attn_implementation", None) == "eager",
+        dropout=any(getattr(config, name, None) for name in _DROPOUT),
+        looped=bool(experts)
+        and getattr(config, "_experts_implementation", None) == "eager"
+        and getattr(config, "model_type", None) not in _BATCHED,
     )
 
 

@@ -184,7 +184,7 @@ class Table:
         self.idle: list[str] = []
         self._lines = [
             f"{'case':<32} {'peak, GB':>15} {'ratio':>6} {'moved, GB':>15} {'off':>7} "
-            f"{'seconds':>15} {'ratio':>6} {'of bound':>8}"
+            f"{'seconds':>15} {'ratio':>6} {'of bound':>8} {'waiting':>13}"
         ]
         for name, answer in answers.items():
             if answer:
@@ -213,7 +213,8 @@ class Table:
         self._lines.append(
             f"{name:<32} {planned / 1e9:7.3f} {peak / 1e9:7.3f} {planned / peak:6.2f} "
             f"{foretold / 1e9:7.3f} {moved / 1e9:7.3f} {off:7.1%} "
-            f"{plan.step_seconds:7.3f} {answer['seconds']:7.3f} {ratio:6.2f} {share:8.0%}"
+            f"{plan.step_seconds:7.3f} {answer['seconds']:7.3f} {ratio:6.2f} {share:8.0%} "
+            f"{plan.seconds['wait']:6.3f} {answer['causes']['wait']:6.3f}"
         )
 
     def __str__(self) -> str:

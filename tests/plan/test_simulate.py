@@ -219,6 +219,68 @@ def test_the_update_on_a_device_takes_its_memory_s_time() -> None:
     assert done.busy_s["update"] == 0
 
 
+@pytest.mark.parametrize("numel", [9 << 20, 30 << 20], ids=["three tiles", "eight"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+def test_little_room_costs_time_and_no_bytes(numel: int, share: float) -> None:
+    """Between the least room and that with which streaming never waits."""
+    packs = tuple(pack_params(i, f"layer.{i}", [("w", (numel,))]) for i in range(6))
+    blocks = tuple(BlockSpec(index=i, name=str(i), packs=(i,)) for i in range(6))
+    spec = ModelSpec(blocks=blocks, packs=packs)
+    least, most = working_bytes(spec), streaming_bytes(spec)
+    assert least < most
+
+    def done(room: int) -> Simulated:
+        residency = Residency(working_bytes=room)
+        times = [BlockTimes(0.02, 0.0, 0.04)] * 6
+        every = frozenset(range(6))
+        order = range(6)
+        return Simulation(spec, residency, order, times, make_machine(1e9), every).run()
+
+    room = round(least + share * (most - least))
+    found, free = done(room), done(most)
+    counted = step_traffic(spec, Residency(working_bytes=room), range(6))
+    assert (found.read_bytes, found.written_bytes) == (
+        counted.read_bytes,
+        counted.written_bytes,
+    )
+    assert found.seconds >= 0.99 * free.seconds
+    disk = (found.read_bytes + found.written_bytes) / 1e9
+    assert found.seconds <= disk + found.busy_s["compute"] + found.busy_s["update"]
+    for lane in ("compute", "disk", "update"):
+        spans = sorted(
+            (span for span in found.spans if span.lane == lane), key=lambda s: s.start_s
+        )
+        for before, after in itertools.pairwise(spans):
+            assert before.end_s <= after.start_s + 1e-9
+
+
+def test_what_blocks_keep_may_take_the_room_of_what_streams() -> None:
+    numel = 10 << 20
+    packs = tuple(pack_params(i, f"layer.{i}", [("w", (numel,))]) for i in range(6))
+    blocks = tuple(BlockSpec(index=i, name=str(i), packs=(i,)) for i in range(6))
+    spec = ModelSpec(blocks=blocks, packs=packs)
+    residency = Residency(working_bytes=round(0.72 * streaming_bytes(spec)))
+    times = [BlockTimes(0.02, 0.0, 0.04)] * 6
+
+    def seconds(lent: dict[int, int]) -> float:
+        return (
+            Simulation(
+                spec,
+                residency,
+                range(6),
+                times,
+                make_machine(1e9),
+                frozenset(range(6)),
+                lent=lent,
+            )
+            .run()
+            .seconds
+        )
+
+    assert seconds({}) == seconds(dict.fromkeys(range(6), 0))
+    assert seconds(dict.fromkeys(range(6), numel // 2)) > seconds({})
+
+
 def test_it_says_the_same_each_time() -> None:
     machine = make_machine(disk=3e8)
     assert run(make_spec(), machine) == run(make_spec(), machine)

@@ -12,6 +12,7 @@ from megatrain_nb.codec.choice import parse_compression
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.plan import catalogue
 from megatrain_nb.runtime.layers import cut
+from megatrain_nb.runtime.outline import shape_from
 from megatrain_nb.runtime.shape import config_of, draft, shape_of
 from tests.runtime.models import ARCHITECTURES, make_config
 
@@ -31,6 +32,8 @@ def test_the_catalogue_is_what_transformers_makes(name: str) -> None:
     assert shape.spec(split=True) == cut(model, torch.bfloat16).spec
     few = parse_compression("4bit")
     assert shape.spec(compression=few) == cut(model, compression=few).spec
+    made = shape_from(model, layers).dims
+    assert (shape.dims.dropout, shape.dims.looped) == (made.dropout, made.looped)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -51,6 +54,15 @@ def test_a_file_of_a_config_has_the_same_shape(tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)
     assert shape_of(tmp_path / "config.json") == shape_of(config)
     assert shape_of(str(tmp_path)) == shape_of(config)
+
+
+def test_dropout_and_how_experts_are_taken_are_known() -> None:
+    assert not shape_of(make_config("gpt2")).dims.dropout
+    assert shape_of(make_config("gpt2", dropout=0.1)).dims.dropout
+    config = make_config("mixtral")
+    assert not shape_of(config).dims.looped
+    config._experts_implementation = "eager"
+    assert shape_of(config).dims.looped
 
 
 def test_any_module_has_a_shape() -> None:

@@ -1,0 +1,59 @@
+"""How long blocks compute: products by their rows, and what backward computes again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+
+from megatrain_nb.plan import catalogue
+from megatrain_nb.plan.activation import Window, block_work
+from megatrain_nb.plan.choices import Choices
+from megatrain_nb.plan.machine import nominal
+from megatrain_nb.plan.work import ModelWork
+
+if TYPE_CHECKING:
+    from megatrain_nb.plan.shape import Part, Shape
+
+WINDOW = Window(batch=1, seq_len=1024, accumulation=2)
+MACHINE = nominal("box", {"ram_gb": 64})
+
+
+def layer_of(shape: Shape) -> Part:
+    return next(part for part in shape.parts if part.kind == "layer")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt-1.3b"])
+def test_dropout_has_the_last_product_computed_again(name: str) -> None:
+    shape = catalogue.model(name)
+    assert shape.dims.dropout
+    without = replace(shape, dims=replace(shape.dims, dropout=False))
+    dims = shape.dims
+    flops = 2.0 * WINDOW.rows * dims.hidden * dims.intermediate
+    assert block_work(shape, layer_of(shape), WINDOW).last[1] == 0
+    assert block_work(without, layer_of(without), WINDOW).last == (WINDOW.rows, flops)
+    index = next(
+        i for i, (_, part) in enumerate(shape.blocks()) if part.kind == "layer"
+    )
+    again = [
+        ModelWork(each, MACHINE, Choices(window=WINDOW)).times(frozenset())[index]
+        for each in (shape, without)
+    ]
+    rate = MACHINE.flops_per_s(WINDOW.rows, bf16=False)
+    saved = WINDOW.accumulation * flops / rate
+    assert again[0].again_s - again[1].again_s == pytest.approx(saved)
+    assert again[0].forward_s == again[1].forward_s
+
+
+def test_only_experts_have_few_rows() -> None:
+    """Attention of a mixture multiplies all tokens at once; an expert those that are sent to it."""
+    shape = catalogue.model("mixtral-8x7b")
+    layer, dims = layer_of(shape), shape.dims
+    (rows, dense), (few, experts) = block_work(shape, layer, WINDOW).products
+    assert (rows, few) == (WINDOW.rows, WINDOW.rows / 4)
+    each = 3 * dims.hidden * dims.expert_intermediate
+    assert experts == 2.0 * WINDOW.rows * dims.experts_per_token * each
+    attention = 2 * dims.hidden * (dims.query + dims.key) + dims.experts * dims.hidden
+    scores = 4.0 * WINDOW.rows * WINDOW.seq_len * dims.query
+    assert dense == 2.0 * WINDOW.rows * attention + scores
