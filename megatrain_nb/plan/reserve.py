@@ -12,7 +12,7 @@ GRAIN_BYTES = 64 << 10
 
 # Freed memory waits in the heap. Where the room does not hold it, it is given back from this share of the room on, at each
 # border: inside, a block takes more. That costs page faults.
-NEARLY_FULL = 0.9
+NEARLY_FULL = 0.95
 
 # What glibc maps by itself in a session: a hundredth of the budget, within what glibc takes.
 _LARGE_SHARE = 0.01

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.model import ModelSpec
     from megatrain_nb.runtime.offload import OffloadedModel
 
-# A shortage is said again once it has grown by so much.
-_WORTH_SAYING = 1.25
+# A budget holds to within so much of it. A shortage beyond that is said, and again once it has grown by a quarter.
+_OVER, _WORTH_SAYING = 0.05, 1.25
 
 logger = logging.getLogger("megatrain_nb")
 
@@ -324,7 +324,8 @@ class ModelMemory:
     def _warn_if_short(self) -> None:
         """Say that the process takes more than the budget has room for; again only where that has grown."""
         room = self._room + self.residency.lent_bytes
-        if self._peak <= max(with_margin(room), _WORTH_SAYING * self._warned_bytes):
+        allowed = room + round(_OVER * self._session.max_ram_bytes)
+        if self._peak <= max(allowed, _WORTH_SAYING * self._warned_bytes):
             return
         self._warned_bytes = self._peak
         logger.warning(
