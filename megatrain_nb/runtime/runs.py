@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.store.checkpoint import write_folder
@@ -123,17 +123,3 @@ def to_remove(
     excess = len(others) + 1 - max(limit, len(protected))
     victims = [folder for folder in others if folder not in protected]
     return victims[: max(0, excess)]
-
-
-def load_state(state: Any) -> str:
-    """Return the Trainer's own state out of what a checkpoint holds.
-
-    Raises
-    ------
-    ArgumentError
-        The checkpoint was not taken by a Trainer.
-    """
-    if not isinstance(state, dict) or not isinstance(state.get("state"), str):
-        msg = "this checkpoint was not taken by mt.Trainer; go on from it with session.resume() in a plain loop"
-        raise ArgumentError(msg)
-    return str(state["state"])
