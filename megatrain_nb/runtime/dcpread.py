@@ -12,7 +12,6 @@ with ``weights_only=True``, so that none unpacks to more than it is long.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import pickletools
 import re
@@ -41,7 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 )
 
 from megatrain_nb.errors import ArgumentError, StoreError
-from megatrain_nb.units import format_bytes
+from megatrain_nb.store.infile import read_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,7 +116,7 @@ class Folder:
 
     def __init__(self, path: Path, *, most_bytes: int = 2**30) -> None:
         self.path = path
-        data = _read_regular(path, most_bytes)
+        data = _read_metadata(path, most_bytes)
         try:
             metadata = _checked(_unpickled(data), path)
         except StoreError:
@@ -295,7 +294,7 @@ def _unpickled(data: bytes) -> Any:
     return _Unpickler(data).load()
 
 
-def _read_regular(path: Path, most_bytes: int) -> bytes:
+def _read_metadata(path: Path, most_bytes: int) -> bytes:
     file = path / METADATA_NAME
     try:
         if not stat.S_ISDIR(path.lstat().st_mode) or not file.exists():
@@ -304,21 +303,12 @@ def _read_regular(path: Path, most_bytes: int) -> bytes:
                 "mt.export_distributed or torch.distributed.checkpoint.save wrote"
             )
             raise ArgumentError(msg)
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return read_regular(file, most_bytes // _PICKLE_BYTES)
     except FileNotFoundError:
         msg = f"{path} is not there"
         raise ArgumentError(msg) from None
     except OSError as error:
         _refuse(path, f"{METADATA_NAME}: {error.strerror}")
-    with os.fdopen(fd, "rb") as opened:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            _refuse(path, f"{METADATA_NAME} is not a file")
-        needed = _PICKLE_BYTES * status.st_size
-        if needed > most_bytes:
-            why = f"{METADATA_NAME} may take {format_bytes(needed)} of RAM, and max_ram_gb leaves {format_bytes(most_bytes)}"
-            _refuse(path, why)
-        return opened.read(status.st_size)
 
 
 def _checked(root: Any, path: Path) -> Metadata:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.store.checkpoint import write_folder
+from megatrain_nb.store.infile import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,9 +83,7 @@ def read_reference(folder: Path) -> dict[str, str]:
     """
     path = folder / _POINTER
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_POINTER_BYTES:
-            raise ValueError(path)  # noqa: TRY301
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, _MAX_POINTER_BYTES))
         return {key: str(content[key]) for key in ("checkpoint", "offload_dir")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         msg = (

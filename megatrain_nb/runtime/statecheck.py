@@ -19,7 +19,7 @@ from megatrain_nb.runtime.optimizer import config_of
 from megatrain_nb.runtime.piece import Piece, What, master_of, moments_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from megatrain_nb.runtime.layers import Layers
     from megatrain_nb.runtime.offload import OffloadedModel
@@ -185,12 +185,13 @@ def _check_table(
     table: Any,
     is_right: Callable[[str, Any], bool],
     *,
-    names: Any = (),
+    names: Iterable[str] = (),
 ) -> None:
+    """Raise StoreError if a table lacks one of these names, or has an entry that is not right."""
     good = isinstance(table, dict) and all(name in table for name in names)
-    wrong = next((x for x in table if not is_right(x, table[x])), None) if good else ""
-    if wrong is not None:
-        which = f" of {_shown(wrong)}" if wrong else ""
+    wrong = [x for x in table if not is_right(x, table[x])] if good else []
+    if wrong or not good:
+        which = f" of {_shown(wrong[0])}" if wrong else ""
         msg = f"the checkpoint's {what}{which} are not what this model can have; it is damaged"
         raise StoreError(msg)
 

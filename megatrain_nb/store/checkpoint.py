@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_hexdigest
 
 from megatrain_nb.errors import StoreError
+from megatrain_nb.store.infile import read_regular
 from megatrain_nb.store.manifest import Manifest, format_tiles, parse_tiles
 from megatrain_nb.store.parsing import parse_json, parsed_bytes
 from megatrain_nb.units import format_bytes
@@ -285,7 +286,10 @@ def _read_checkpoint(folder: Path, most_bytes: int) -> tuple[Checkpoint, int]:
     text = _read_files(folder, (_MANIFEST, _STATE), most_bytes)[_MANIFEST]
     needed = len(text) + parsed_bytes(text)
     if needed > most_bytes:
-        why = _too_large(_MANIFEST, needed, most_bytes)
+        why = (
+            f"{_MANIFEST} may take {format_bytes(needed)} of RAM, and {format_bytes(most_bytes)} are allowed: it is damaged, "
+            "or max_ram_gb is too small for it"
+        )
         raise StoreError(_why_unreadable(folder, why))
     try:
         content = parse_json(text, most_bytes=needed)
@@ -322,11 +326,11 @@ def _read_files(
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise StoreError(_why_unreadable(folder, "it is not a folder"))
-        lines = _read_file(folder / _CHECKSUMS, _MAX_CHECKSUMS_BYTES).decode()
+        lines = read_regular(folder / _CHECKSUMS, _MAX_CHECKSUMS_BYTES).decode()
         pairs = (line.split(" ", 1) for line in lines.splitlines())
         sums = {name: checksum for checksum, name in pairs}
         for name in names:
-            found[name] = _read_file(folder / name, most_bytes)
+            found[name] = read_regular(folder / name, most_bytes)
             most_bytes -= len(found[name])
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "checksums is damaged"
@@ -335,18 +339,6 @@ def _read_files(
         if sums.get(name) != xxh3_64_hexdigest(data):
             raise StoreError(_why_unreadable(folder, f"{name} is damaged"))
     return found
-
-
-def _read_file(path: Path, most_bytes: int) -> bytes:
-    """Return a regular file's bytes; a link is not followed."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, f"{path.name} is not a file")
-        if status.st_size > most_bytes:
-            raise OSError(0, _too_large(path.name, status.st_size, most_bytes))
-        return file.read(status.st_size)
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -378,13 +370,6 @@ def _entries(parent: Path) -> list[str]:
 def _remove_empty(parent: Path) -> None:
     if parent.exists() and not _entries(parent):
         parent.rmdir()
-
-
-def _too_large(name: str, needed: int, most_bytes: int) -> str:
-    return (
-        f"{name} may take {format_bytes(needed)} of RAM and {format_bytes(max(most_bytes, 0))} are allowed: it is damaged, "
-        "or max_ram_gb is too small for it"
-    )
 
 
 def _why_unreadable(folder: Path, why: str) -> str:
