@@ -32,7 +32,7 @@ def random_state_in(state: dict[str, Any]) -> dict[str, Any]:
 
     Raises
     ------
-    ArithmeticError, KeyError, RuntimeError, TypeError, ValueError
+    ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
         They are none.
     """
     random.Random().setstate(state["python"])

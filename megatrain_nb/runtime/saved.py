@@ -85,7 +85,7 @@ def read_state(checkpoint: Checkpoint, *, most_bytes: int) -> Saved:
         )
     except (
         safetensors.SafetensorError,
-        KeyError,
+        LookupError,
         TypeError,
         ValueError,
         AttributeError,

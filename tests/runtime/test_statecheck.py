@@ -66,6 +66,9 @@ def damage(folder: Path, dice: random.Random) -> None:
     kind = dice.random()
     if kind < 0.15:
         data = dice.choice((flip, cut))(data, dice)
+    elif path.name == TENSORS and dice.random() < 0.5:
+        end = 8 + int.from_bytes(data[:8], "little")
+        data = data[:end] + flip(data[end:], dice)
     elif path.name == TENSORS:
         data = change_header(data, replaced)
     else:
