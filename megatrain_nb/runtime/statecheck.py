@@ -241,7 +241,7 @@ def _difference(saved: Any, here: Any, where: str) -> str:
     """Name the first place where a JSON tree differs from the one here; empty if it does not."""
     for kind, mark in ((dict, ", {}"), (list, "[{}]")):
         if isinstance(saved, kind) and isinstance(here, kind):
-            one, other = (x if kind is dict else dict(enumerate(x)) for x in (saved, here))  # fmt: skip
+            one, other = _by_place(saved), _by_place(here)
             found = (
                 _difference(
                     one.get(place, _MISSING),
@@ -258,6 +258,10 @@ def _difference(saved: Any, here: Any, where: str) -> str:
     if type(saved) is type(here) and saved == here:
         return ""
     return f"{where} is {_shown(saved)} in the checkpoint and {_shown(here)} here"
+
+
+def _by_place(tree: Any) -> dict[Any, Any]:
+    return tree if isinstance(tree, dict) else dict(enumerate(tree))
 
 
 def _shown(value: Any) -> str:

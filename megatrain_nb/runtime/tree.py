@@ -118,7 +118,7 @@ def _array(tree: dict[str, Any], tensors: dict[str, Tensor]) -> NDArray[Any]:
     if dtype.hasobject:
         msg = "an array of objects"
         raise ValueError(msg)
-    data = from_json(tree["__array__"], tensors).numpy()
+    data: NDArray[np.uint8] = from_json(tree["__array__"], tensors).numpy()
     return data.view(dtype).reshape(tree["shape"]).copy()
 
 

@@ -249,7 +249,7 @@ def test_a_mapped_file_is_read_where_nobody_has_changed_it(
     how: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    original = shards.FilePart.read_into
+    original = leaves.FilePart.read_into
 
     def read_into(self: Any, values: torch.Tensor, start: int) -> None:
         read.append(self.name)

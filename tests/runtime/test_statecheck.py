@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import megatrain_nb as mt
+from megatrain_nb.runtime.runs import folder_of
 from megatrain_nb.runtime.saved import read_state
 from megatrain_nb.store.checkpoint import read_checkpoints
 from tests.runtime.common import batch, differing, loss_of
 from tests.runtime.models import make_model
 from tests.runtime.test_checkpoint import Run, opened, seed_all, train
-from tests.runtime.test_resume import folder_of, made
+from tests.runtime.test_resume import made
 from tests.store.test_checkpoint import make_checksum_fit
 from tests.store.test_fuzz import cut, flip, replace_value
 
