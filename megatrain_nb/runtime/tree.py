@@ -119,7 +119,8 @@ def _array(tree: dict[str, Any], tensors: dict[str, Tensor]) -> NDArray[Any]:
         msg = "an array of objects"
         raise ValueError(msg)
     data: NDArray[np.uint8] = from_json(tree["__array__"], tensors).numpy()
-    return data.view(dtype).reshape(tree["shape"]).copy()
+    values: NDArray[Any] = data.view(dtype).reshape(tree["shape"]).copy()
+    return values
 
 
 _MARKED: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], Any]] = {
