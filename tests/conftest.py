@@ -33,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=300,
         help="random cases of a fuzz test (300 in the suite)",
     )
+    parser.addoption(
+        "--strength",
+        type=int,
+        default=2,
+        help="so many factors of the resume matrix meet in every combination (2 in the suite; 8, all there are, takes an hour)",
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ checkpoint that is kept may cost as much disk as the model's weights and moments
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from contextlib import ExitStack
@@ -29,13 +30,7 @@ from megatrain_nb.errors import (
 from megatrain_nb.plan.memory import written_bytes
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.interrupts import interrupts_wait
-from megatrain_nb.runtime.modelstate import (
-    check_same,
-    check_state,
-    identity,
-    restore_model,
-    state_of,
-)
+from megatrain_nb.runtime.modelstate import identity, restore_model, state_of
 from megatrain_nb.runtime.otherstate import (
     check_stateful,
     load_object,
@@ -45,6 +40,7 @@ from megatrain_nb.runtime.otherstate import (
 )
 from megatrain_nb.runtime.runs import TRAINER
 from megatrain_nb.runtime.saved import Saved, read_state
+from megatrain_nb.runtime.statecheck import check_same, check_state, check_weights
 from megatrain_nb.runtime.tree import to_json
 from megatrain_nb.store.base import round_up
 from megatrain_nb.store.checkpoint import (
@@ -64,6 +60,9 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.offload import OffloadedModel
     from megatrain_nb.runtime.session import Session
     from megatrain_nb.store.checkpoint import Checkpoint
+
+# A session whose pool is full can still read what lies beside a checkpoint's tiles.
+_LEAST_ROOM_BYTES, _LEAST_ROOM = 64 << 20, 0.05
 
 logger = logging.getLogger("megatrain_nb")
 
@@ -193,7 +192,7 @@ class Checkpoints:
             logger.info("%r taken in %.3f s", checkpoint, time.perf_counter() - begin)
         return checkpoint
 
-    def _describe(self, models: Sequence[OffloadedModel]) -> tuple[Any, bytes]:
+    def _describe(self, models: Sequence[OffloadedModel]) -> tuple[bytes, bytes]:
         tensors: dict[str, Tensor] = {}
         state = {
             "identity": [identity(model) for model in models],
@@ -207,7 +206,7 @@ class Checkpoints:
                 for name, each in self.objects.items()
             },
         }
-        return state, safetensors.torch.save(tensors)
+        return json.dumps(state).encode(), safetensors.torch.save(tensors)
 
     def _make_room(
         self, models: Sequence[OffloadedModel], removing: Sequence[Checkpoint]
@@ -257,7 +256,7 @@ class Checkpoints:
         models: Sequence[OffloadedModel],
         name: str,
         step: int,
-        state: Any,
+        state: bytes,
         tensors: bytes,
     ) -> Checkpoint:
         session = self._session
@@ -314,15 +313,19 @@ class Checkpoints:
             interrupts_wait(session.stop_event, breakable=False),
         ):
             models = session.models.usable()
-            saved = saved or read_state(checkpoint)
+            saved = saved or self.read(checkpoint.name)
             states, objects = saved.models, saved.objects
             check_same(
                 saved.identity, [identity(model) for model in models], checkpoint
             )
             if not weights_only:
                 self._check_resumable(models, states, objects, checkpoint)
-                for index, (model, each) in enumerate(zip(models, states, strict=True)):
-                    check_state(model, each, checkpoint.manifest, prefix=f"{index}/")
+            check = check_weights if weights_only else check_state
+            for index, (model, each) in enumerate(zip(models, states, strict=True)):
+                check(model, each, checkpoint.manifest, prefix=f"{index}/")
+            if not weights_only:  # before the models: an object may refuse its state
+                for key, value in objects.items():
+                    load_object(key, self.objects[key], value)
             for model in models:
                 model.finish_updates()
                 model.executor.drop_gradients()
@@ -342,8 +345,6 @@ class Checkpoints:
                         weights_only=weights_only,
                     )
                 if not weights_only:
-                    for key, value in objects.items():
-                        load_object(self.objects[key], value)
                     session.controls.lr_factor = saved.lr_factor
                     set_random_state(saved.random)
         logger.info("resumed from %r", checkpoint)
@@ -355,9 +356,16 @@ class Checkpoints:
         Raises
         ------
         StoreError
-            It is damaged.
+            It is damaged, or takes more RAM than there is.
         """
-        return read_state(self.get(name))
+        return read_state(self.get(name), most_bytes=self.room_bytes())
+
+    def room_bytes(self) -> int:
+        """Return what the budget leaves for files of a checkpoint, in bytes, and a little where it leaves nothing."""
+        session = self._session
+        session.pool.trim()
+        room = session.max_ram_bytes - session.pool.mapped_bytes
+        return max(room, _LEAST_ROOM_BYTES, round(_LEAST_ROOM * session.max_ram_bytes))
 
     def _check_resumable(
         self,
@@ -367,7 +375,7 @@ class Checkpoints:
         checkpoint: Checkpoint,
     ) -> None:
         for model, state in zip(models, states, strict=True):
-            if state["groups"] is not None and model.optimizer is None:
+            if state.get("groups") is not None and model.optimizer is None:
                 msg = (
                     f"{checkpoint!r} holds the state of an optimizer; make it first (mt.wrap, mt.Trainer), or take "
                     "the weights alone with weights_only=True"
@@ -401,13 +409,21 @@ class Checkpoints:
 
     def export(self, name: str | None, folder: Path) -> Path:
         """Copy one into a folder of its own."""
-        return export_checkpoint(self.get(name), self._session.store, folder)
+        room = self.room_bytes()
+        store = self._session.store
+        return export_checkpoint(self.get(name), store, folder, most_bytes=room)
 
     def take_in(self, folder: Path, name: str | None) -> Checkpoint:
         """Copy one from a portable folder."""
         store = self._session.store
         self._number += 1
-        checkpoint = import_checkpoint(folder, store, number=self._number, name=name)
+        checkpoint = import_checkpoint(
+            folder,
+            store,
+            number=self._number,
+            name=name,
+            most_bytes=self.room_bytes(),
+        )
         same = [each for each in self._all if each.name == checkpoint.name]
         self._all.append(checkpoint)
         for each in same:

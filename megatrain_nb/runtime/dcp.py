@@ -4,18 +4,21 @@
 objects. ``.metadata`` says which there are and where in the ``.distcp`` files each chunk lies. DCP plans first what
 is written, and asks the planner for a value when it writes it; so a plan over tensors on the meta device costs
 nothing, and the values come from the store when they are asked for. torch keeps what it has written to a file
-until the file is complete, so a file is small here: one chunk, or several small tensors.
+until the file is complete, so a file is small here: one chunk, or several small tensors. Files go past the page
+cache, while the next values are read.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import io
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.futures import Future
@@ -23,12 +26,13 @@ from torch.futures import Future
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
     from torch import Tensor
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult
+
+    from megatrain_nb.store.outfile import FileWriter
 
 CHUNK_BYTES = 64 * 2**20
 
@@ -155,12 +159,45 @@ class LazyPlanner(DefaultSavePlanner):
         return found
 
 
+class _Stream(io.RawIOBase):
+    """The file that is open, as torch wants one."""
+
+    def __init__(self, file: FileWriter) -> None:
+        self._file = file
+        self._length = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if view:
+            self._file.write(view)
+            self._length += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._length
+
+
+class _PastCache(FileSystem):
+    """torch's files, past the page cache and on the disk when they are closed."""
+
+    def __init__(self, file: FileWriter) -> None:
+        self._file = file
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with self._file.opened(Path(path)):
+            yield _Stream(self._file)
+
+
 class SmallFilesWriter(FileSystemWriter):
     """torch's writer; files are small, so that little of what was written stays in RAM."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, file: FileWriter) -> None:
         # Nothing is copied ahead: torch would sort what it copies ahead by size.
-        super().__init__(path, thread_count=1, per_thread_copy_ahead=0)
+        super().__init__(
+            path, thread_count=1, per_thread_copy_ahead=0, sync_files=False
+        )
+        self.fs = _PastCache(file)
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
@@ -184,7 +221,9 @@ class SmallFilesWriter(FileSystemWriter):
         return done
 
 
-def write_folder(path: Path, state_dict: dict[str, Any], planner: LazyPlanner) -> None:
+def write_folder(
+    path: Path, state_dict: dict[str, Any], planner: LazyPlanner, file: FileWriter
+) -> None:
     """Write a DCP folder as ``torch.distributed.checkpoint.save`` does in a single process.
 
     Parameters
@@ -195,8 +234,10 @@ def write_folder(path: Path, state_dict: dict[str, Any], planner: LazyPlanner) -
         Nested; of what the planner opens it holds placeholders.
     planner
         Opens them.
+    file
+        Writes them.
     """
-    writer = SmallFilesWriter(path)
+    writer = SmallFilesWriter(path, file)
     try:
         writer.set_up_storage_writer(True)
         planner.set_up_planner(state_dict, writer.storage_meta(), True)

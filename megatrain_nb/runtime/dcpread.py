@@ -12,7 +12,6 @@ with ``weights_only=True``, so that none unpacks to more than it is long.
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import pickletools
 import re
@@ -41,6 +40,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 )
 
 from megatrain_nb.errors import ArgumentError, StoreError
+from megatrain_nb.store.infile import read_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METADATA_NAME = ".metadata"
-_MAX_METADATA_BYTES = 2**28
+# What each byte of a pickle may become in RAM: an empty list and its mark.
+_PICKLE_BYTES = 128
 _MAX_OBJECT_BYTES = 2**24
 _MAX_DIMS = 64
 _MAX_CHUNKS = 2**20
@@ -95,6 +96,8 @@ class Folder:
     ----------
     path
         The folder.
+    most_bytes
+        What its metadata may take of RAM.
 
     Attributes
     ----------
@@ -108,12 +111,12 @@ class Folder:
     ArgumentError
         It is no such folder.
     StoreError
-        It is damaged, or holds what no such folder holds.
+        It is damaged, holds what no such folder holds, or takes more RAM than it may.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, most_bytes: int = 2**30) -> None:
         self.path = path
-        data = _read_regular(path)
+        data = _read_metadata(path, most_bytes)
         try:
             metadata = _checked(_unpickled(data), path)
         except StoreError:
@@ -291,7 +294,7 @@ def _unpickled(data: bytes) -> Any:
     return _Unpickler(data).load()
 
 
-def _read_regular(path: Path) -> bytes:
+def _read_metadata(path: Path, most_bytes: int) -> bytes:
     file = path / METADATA_NAME
     try:
         if not stat.S_ISDIR(path.lstat().st_mode) or not file.exists():
@@ -300,17 +303,12 @@ def _read_regular(path: Path) -> bytes:
                 "mt.export_distributed or torch.distributed.checkpoint.save wrote"
             )
             raise ArgumentError(msg)
-        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return read_regular(file, most_bytes // _PICKLE_BYTES)
     except FileNotFoundError:
         msg = f"{path} is not there"
         raise ArgumentError(msg) from None
     except OSError as error:
         _refuse(path, f"{METADATA_NAME}: {error.strerror}")
-    with os.fdopen(fd, "rb") as opened:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_METADATA_BYTES:
-            _refuse(path, f"{METADATA_NAME} is not a file of a size that is usual")
-        return opened.read(_MAX_METADATA_BYTES)
 
 
 def _checked(root: Any, path: Path) -> Metadata:

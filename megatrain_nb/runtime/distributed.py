@@ -22,12 +22,15 @@ from megatrain_nb.runtime.checkpoint import check_between_steps
 from megatrain_nb.runtime.claim import CLAIM
 from megatrain_nb.runtime.current import require_session
 from megatrain_nb.runtime.dcp import Lazy, LazyPlanner, write_folder
+from megatrain_nb.runtime.export import staging
 from megatrain_nb.runtime.layers import names_of, parse_dtype
 from megatrain_nb.runtime.offload import required_model
 from megatrain_nb.runtime.piece import MOMENTS, What
 from megatrain_nb.runtime.progress import byte_bar
 from megatrain_nb.runtime.source import MomentSource
 from megatrain_nb.store.checkpoint import sync_directory
+from megatrain_nb.store.outfile import FileWriter
+from megatrain_nb.store.preflight import takes_direct
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -109,11 +112,15 @@ def export_distributed(
         total = sum(each.nbytes for each in lazy.values())
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            _check_room(folder.parent, total)
-            with byte_bar(total, "Exporting") as bar:
+            temporary.mkdir(parents=True)
+            _check_room(temporary, total)
+            with (
+                byte_bar(total, "Exporting") as bar,
+                staging(offloaded, total) as pieces,
+                FileWriter(pieces, direct=takes_direct(temporary)) as file,
+            ):
                 planner = LazyPlanner(lazy, aliases, bar.update)
-                write_folder(temporary, state_dict, planner)
+                write_folder(temporary, state_dict, planner, file)
             sync_directory(temporary)
             temporary.rename(folder)
             sync_directory(folder.parent)

@@ -33,9 +33,10 @@ from megatrain_nb.runtime.lazy import (
     value,
     whole,
 )
+from megatrain_nb.runtime.leaves import DTYPES, tree_of
 from megatrain_nb.runtime.piece import What, master_of
 from megatrain_nb.runtime.progress import byte_bar
-from megatrain_nb.runtime.shards import DTYPES, SAFE_INDEX, tree_of
+from megatrain_nb.runtime.shards import SAFE_INDEX
 from megatrain_nb.runtime.source import MasterSource, PieceSource
 from megatrain_nb.runtime.tensor import source_of
 from megatrain_nb.store.base import ALIGN_BYTES, round_up
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from tqdm.auto import tqdm
 
     from megatrain_nb.runtime.lazy import LazyTensor, Node, Shape, Whole
+    from megatrain_nb.runtime.offload import OffloadedModel
     from megatrain_nb.runtime.pager import Pager
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -111,6 +113,7 @@ def save_pretrained(
     most, wanted = parse_size(max_shard_size, name="max_shard_size"), parse_dtype(dtype)
     shards = _shards(_tensors(model, wanted), most)
     total = sum(num_bytes(x._node) for shard in shards for x in shard.values())
+    offloaded = getattr(model, "_megatrain", None)
     try:
         recover(directory)
         with staged(directory) as folder:
@@ -118,7 +121,7 @@ def save_pretrained(
             with (
                 byte_bar(total, "Saving") as bar,
                 _Reading(model, shards) as reading,
-                reading.staging(total) as pieces,
+                staging(offloaded, total) as pieces,
                 FileWriter(pieces, direct=takes_direct(folder)) as file,
             ):
                 for shard, name in zip(shards, names, strict=True):
@@ -131,7 +134,6 @@ def save_pretrained(
     except OSError as error:
         msg = f"saving {format_bytes(total)} to {directory} failed: {error.strerror}; what was there before is whole; make room, and save again"
         raise StoreError(msg) from error
-    offloaded = getattr(model, "_megatrain", None)
     if offloaded is not None:
         offloaded.note_saved()
 
@@ -244,29 +246,6 @@ class _Reading:
             with self._room(whole(node)):
                 yield value(node).reshape(-1)
 
-    @contextmanager
-    def staging(self, total_bytes: int) -> Iterator[list[NDArray[np.uint8]]]:
-        """Give memory to write from: the pool's, where it has some beside what reading takes; else twice 1 MiB."""
-        most = min(_PIECE_BYTES, round_up(max(total_bytes, 1)))
-        slabs = []
-        with ExitStack() as giving:
-            if self._offloaded is not None:
-                pager: Pager = self._offloaded.pager
-                pager.barrier()
-                room = pager.pool.limit_bytes - pager.pool.in_use_bytes
-                # A pack's weights, what its update takes if that is due, and the next pack's weights.
-                room -= 5 * 4 * max((pack.numel for pack in pager.packs), default=0)
-                size = min(most, room // _NUM_PIECES // ALIGN_BYTES * ALIGN_BYTES)
-                if size >= min(most, _LEAST_PIECE_BYTES):
-                    for _ in range(_NUM_PIECES):
-                        slab = pager.borrow(size, "saving")
-                        giving.callback(pager.pool.give, slab)
-                        slabs.append(slab.array)
-            if not slabs:
-                size = min(most, _LEAST_PIECE_BYTES)
-                slabs = [np.frombuffer(map_pages(size), np.uint8) for _ in range(2)]
-            yield slabs
-
     def _look_ahead(self, leaf: Stored) -> None:
         pack, dtype = self._after.pop(self._pack_of[leaf.name], (None, None))
         if pack is None:
@@ -285,6 +264,32 @@ class _Reading:
             return nullcontext()
         pager: Pager = self._offloaded.pager
         return pager.room(needed.scratch_bytes, "converting weights")
+
+
+@contextmanager
+def staging(
+    offloaded: OffloadedModel | None, total_bytes: int
+) -> Iterator[list[NDArray[np.uint8]]]:
+    """Give memory to write from: the pool's, where it has some beside what reading takes; else twice 1 MiB."""
+    most = min(_PIECE_BYTES, round_up(max(total_bytes, 1)))
+    slabs = []
+    with ExitStack() as giving:
+        if offloaded is not None:
+            pager: Pager = offloaded.pager
+            pager.barrier()
+            room = pager.pool.limit_bytes - pager.pool.in_use_bytes
+            # A pack's weights, what its update takes if that is due, and the next pack's weights.
+            room -= 5 * 4 * max((pack.numel for pack in pager.packs), default=0)
+            size = min(most, room // _NUM_PIECES // ALIGN_BYTES * ALIGN_BYTES)
+            if size >= min(most, _LEAST_PIECE_BYTES):
+                for _ in range(_NUM_PIECES):
+                    slab = pager.borrow(size, "saving")
+                    giving.callback(pager.pool.give, slab)
+                    slabs.append(slab.array)
+        if not slabs:
+            size = min(most, _LEAST_PIECE_BYTES)
+            slabs = [np.frombuffer(map_pages(size), np.uint8) for _ in range(2)]
+        yield slabs
 
 
 def _write_shard(file: FileWriter, shard: dict[str, LazyTensor], reading: _Reading, bar: tqdm[Any]) -> None:  # fmt: skip

@@ -34,10 +34,10 @@ from megatrain_nb.runtime.lazy import (
     places,
     value,
 )
+from megatrain_nb.runtime.leaves import FilePart, tree_of
 from megatrain_nb.runtime.mapped import Mapped
 from megatrain_nb.runtime.piece import What, master_of
 from megatrain_nb.runtime.progress import byte_bar
-from megatrain_nb.runtime.shards import FilePart, tree_of
 from megatrain_nb.runtime.tensor import (
     StreamedParameter,
     plain_parameter,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megatrain_nb.errors import ModelError
 from megatrain_nb.runtime.lazy import at, lazy
-from megatrain_nb.runtime.shards import FilePart, open_file, tree_of
+from megatrain_nb.runtime.leaves import FilePart, tree_of
+from megatrain_nb.runtime.shards import open_file
 from megatrain_nb.store.infile import InFile
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor, nn
 
-from megatrain_nb.runtime.shards import FilePart, InRam
+from megatrain_nb.runtime.leaves import FilePart, InRam
 from megatrain_nb.store.infile import InFile, identity_of
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""What a checkpoint says of one model: what it is, what of it is not in tiles, and how that comes back."""
+"""What a checkpoint says of one model: what it is, what of it is not in tiles, and how that comes back.
+
+What comes back has passed `megatrain_nb.runtime.statecheck`.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain_nb.codec.choice import safe_codec
-from megatrain_nb.codec.dynamic import role_of
-from megatrain_nb.codec.names import DYNAMIC, NAMES, RAW
-from megatrain_nb.errors import ModelError, StoreError
 from megatrain_nb.runtime.layers import names_of
-from megatrain_nb.runtime.piece import Piece, What, master_of, moments_of
+from megatrain_nb.runtime.piece import Piece, What, moments_of
+from megatrain_nb.runtime.statecheck import kind_of, layers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
-    from megatrain_nb.runtime.layers import Layers
     from megatrain_nb.runtime.offload import OffloadedModel
-    from megatrain_nb.store.checkpoint import Checkpoint
     from megatrain_nb.store.manifest import Manifest
 
 _OTHER_CODECS = (
@@ -64,32 +62,14 @@ def identity(model: OffloadedModel) -> dict[str, Any]:
         "packs": packs,
         "elements of a tile": pager.tile_numel,
         "ordinary parameters": {
-            name: _kind(param) for name, param in model.layers.resident.items()
+            name: kind_of(param) for name, param in model.layers.resident.items()
         },
         "buffers": {
-            name: _kind(buffer)
+            name: kind_of(buffer)
             for name, buffer in model.model.named_buffers()
             if name in persistent
         },
     }
-
-
-def check_same(saved: Any, here: list[Any], checkpoint: Checkpoint) -> None:
-    """Raise ModelError that names the first difference between a checkpoint's models and those here."""
-    found = ""
-    if not isinstance(saved, list) or len(saved) != len(here):
-        count = len(saved) if isinstance(saved, list) else 0
-        found = f"it holds {count} models, and {len(here)} are in the session"
-    for index, (one, other) in enumerate(zip(saved, here, strict=False)):
-        for section in other:
-            where = section if len(here) == 1 else f"model {index}, {section}"
-            found = found or _difference(one.get(section), other[section], where)
-    if found:
-        msg = (
-            f"{checkpoint!r} is of another model than the one here: {found}. Make the model as it was when the "
-            "checkpoint was taken (config, dtype, order of models)"
-        )
-        raise ModelError(msg)
 
 
 def state_of(model: OffloadedModel) -> dict[str, Any]:
@@ -117,67 +97,6 @@ def state_of(model: OffloadedModel) -> dict[str, Any]:
         "rounding_seed": model.adam.rounding_seed,
         "opaque": model.pager.opaque,
     }
-
-
-def check_state(
-    model: OffloadedModel, state: dict[str, Any], manifest: Manifest, *, prefix: str
-) -> None:
-    """Find out before anything changes whether a model can go on from a state and its tiles.
-
-    Raises
-    ------
-    ModelError
-        The checkpoint's optimizer has other parameter groups.
-    StoreError
-        Codecs or tiles that do not belong to this model: it is damaged.
-    BudgetError
-        The model does not fit with the moments that it had.
-    """
-    _check_groups(model, state)
-    layers = _layers_of(model, state)
-    if type(state.get("rounding_seed")) is not int:
-        msg = "the checkpoint does not say the seed of the rounding"
-        raise StoreError(msg)
-    model.memory.check(layers.spec)
-    known = {
-        prefix + name
-        for pack in layers.spec.packs
-        for what in (*master_of(pack), *moments_of(pack))
-        for name in model.pager.names(Piece(pack, what))
-    }
-    of_model = {name for name in manifest.tiles if name.startswith(prefix)}
-    strange = sorted(of_model - known)
-    if strange:
-        msg = (
-            f"the checkpoint has a tile {strange[0]!r} that this version does not know for the model; go on with the "
-            "version that took it"
-        )
-        raise StoreError(msg)
-
-
-def _layers_of(model: OffloadedModel, state: dict[str, Any]) -> Layers:
-    """Return the model's cut with the codecs that its moments had."""
-    codecs, asked = state.get("codecs"), state.get("asked")
-    for given in (codecs, asked):
-        if not isinstance(given, dict) or given.keys() != model.adam.codecs.keys():
-            msg = (
-                "the checkpoint does not say which codec each parameter's moments have"
-            )
-            raise StoreError(msg)
-    assert codecs is not None
-    assert asked is not None
-    for home in model.layers.homes.values():
-        name, table = home.spec.name, home.spec.name in model.layers.tables
-        codec, role = codecs[name], role_of(home.spec.shape, table=table)
-        known = codec == RAW or (codec in NAMES and codec != DYNAMIC)
-        if (
-            not known
-            or safe_codec(codec, role) != codec
-            or asked[name] not in (RAW, *NAMES)
-        ):
-            msg = f"the checkpoint has moments of {name} as {codec!r}, which this version does not know"
-            raise StoreError(msg)
-    return model.layers.with_codecs(codecs)
 
 
 def restore_model(
@@ -215,8 +134,10 @@ def restore_model(
     with torch.no_grad():
         for name, value in state["ordinary"].items():
             params[name].copy_(value)
+    there = dict(model.model.named_buffers())
     for name, value in state["buffers"].items():
-        _set_buffer(model.model, name, value)
+        if name in there:
+            _set_buffer(model.model, name, value)
     if not weights_only:
         _restore_optimizer(model, state, params)
 
@@ -248,7 +169,7 @@ def _restore_optimizer(
 
 def _take_codecs(model: OffloadedModel, state: dict[str, Any]) -> None:
     """Let moments have the codecs that they had; what they hold now is forgotten."""
-    layers, pager = _layers_of(model, state), model.pager
+    layers, pager = layers_of(model, state), model.pager
     model.updates.chooser.forget()
     for pack in layers.spec.packs:
         if pack != pager.packs[pack.index]:
@@ -257,23 +178,6 @@ def _take_codecs(model: OffloadedModel, state: dict[str, Any]) -> None:
     if model.adam.asked != state["asked"]:
         model.adam.asked = dict(state["asked"])
         model.session.note(_OTHER_CODECS)
-
-
-def _check_groups(model: OffloadedModel, state: dict[str, Any]) -> None:
-    """Raise ModelError if an optimizer has other groups of parameters than in a checkpoint."""
-    if model.optimizer is None or state["groups"] is None:
-        return
-    names = names_of(model.model)
-    here = [
-        [names[param] for param in group["params"]]
-        for group in model.optimizer.param_groups
-    ]
-    found = _difference(
-        [group["params"] for group in state["groups"]], here, "parameter groups"
-    )
-    if found:
-        msg = f"the checkpoint's optimizer has other parameter groups than the one here: {found}"
-        raise ModelError(msg)
 
 
 def _set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Any]) -> None:
@@ -290,40 +194,9 @@ def _set_groups(optimizer: torch.optim.Optimizer, groups: Sequence[Any]) -> None
 def _set_buffer(model: nn.Module, name: str, value: Tensor) -> None:
     owner, _, last = name.rpartition(".")
     module = model.get_submodule(owner)
-    now = module._buffers.get(last)
-    if now is not None and _kind(now) == _kind(value):
+    now = model.get_buffer(name)
+    if kind_of(now) == kind_of(value):
         with torch.no_grad():
             now.copy_(value)
-    elif now is not None:
-        module._buffers[last] = value.to(now.device)
-
-
-def _kind(tensor: Tensor) -> dict[str, Any]:
-    return {
-        "shape": list(tensor.shape),
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-    }
-
-
-def _difference(saved: Any, here: Any, where: str) -> str:
-    """Name the first place where two JSON trees differ; empty if they do not."""
-    one, other = dict(_leaves(saved, where)), dict(_leaves(here, where))
-    for path in [*one, *other]:
-        if path not in other:
-            return f"{path} is missing here"
-        if path not in one:
-            return f"{path} is not in the checkpoint"
-        if one[path] != other[path]:
-            return f"{path} is {one[path]!r} in the checkpoint and {other[path]!r} here"
-    return ""
-
-
-def _leaves(tree: Any, where: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _leaves(value, f"{where}, {key}")
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from _leaves(value, f"{where}[{index}]")
     else:
-        yield where, tree
+        module._buffers[last] = value.to(now.device)

@@ -98,7 +98,7 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, defaults)
         mine = set(offloaded.model.parameters())
         for group in self.param_groups:
-            _config(group)
+            config_of(group)
             for param in group["params"]:
                 if param not in mine:
                     msg = f"a parameter of shape {tuple(param.shape)} does not belong to the model; give model.parameters()"
@@ -150,7 +150,7 @@ class AdamW(torch.optim.Optimizer):
             raise ModelError(msg)
         scale = clip_coefficient(self.last_grad_norm, max_norm)
         configs = {
-            param: _config(group, offloaded.session.controls.lr_factor)
+            param: config_of(group, offloaded.session.controls.lr_factor)
             for group in self.param_groups
             for param in group["params"]
         }
@@ -315,7 +315,7 @@ class AdamW(torch.optim.Optimizer):
                 for spec in specs
             )
             for codec in codecs:
-                caution = caution_of(codec, _config(group))
+                caution = caution_of(codec, config_of(group))
                 if caution:
                     session.note(f"parameter group {index}: {caution}")
 
@@ -464,7 +464,14 @@ def _update_ordinary(
             tensor.copy_(host)
 
 
-def _config(group: dict[str, Any], lr_factor: float = 1.0) -> AdamWConfig:
+def config_of(group: dict[str, Any], lr_factor: float = 1.0) -> AdamWConfig:
+    """Return what the settings of a parameter group mean for the kernels.
+
+    Raises
+    ------
+    ArgumentError, TypeError, ValueError
+        They are none of AdamW's.
+    """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     return AdamWConfig(
         lr=float(group["lr"]) * lr_factor,

@@ -10,6 +10,9 @@ import torch
 
 from megatrain_nb.errors import ArgumentError, StoreError
 
+# Words of the state of a Mersenne Twister.
+_NUM_WORDS = 624
+
 
 def random_state() -> dict[str, Any]:
     """Return the random states of Python, numpy and torch."""
@@ -24,22 +27,44 @@ def random_state() -> dict[str, Any]:
     return state
 
 
+def random_state_in(state: dict[str, Any]) -> dict[str, Any]:
+    """Return random states from anywhere, tried on generators that nobody uses.
+
+    Raises
+    ------
+    ArithmeticError, LookupError, RuntimeError, TypeError, ValueError
+        They are none.
+    """
+    random.Random().setstate(state["python"])
+    np.random.RandomState().set_state(state["numpy"])
+    kind, words, place, *_ = state["numpy"]
+    # numpy does not look at it, and would read that word, wherever it is.
+    if kind != "MT19937" or len(words) != _NUM_WORDS or not 0 <= place <= _NUM_WORDS:
+        msg = f"a random state of numpy at word {place}"
+        raise ValueError(msg)
+    torch.Generator().set_state(state["torch"])
+    if not all(x.dtype == torch.uint8 and x.dim() == 1 for x in state["cuda"]):
+        msg = "a random state of CUDA that is not bytes"
+        raise ValueError(msg)
+    return state
+
+
 def set_random_state(state: dict[str, Any]) -> None:
     """Set the random states of Python, numpy and torch.
 
     Raises
     ------
     StoreError
-        They are damaged.
+        They are of another kind of device.
     """
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])  # noqa: NPY002
+    torch.set_rng_state(state["torch"])
     try:
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])  # noqa: NPY002
-        torch.set_rng_state(state["torch"])
         if state["cuda"] and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        msg = f"the checkpoint's random states are damaged: {error!r}"
+    except RuntimeError as error:
+        msg = f"the checkpoint's random states are of another kind of device: {error}"
         raise StoreError(msg) from error
 
 
@@ -59,9 +84,19 @@ def state_of_object(each: Any) -> Any:
     return each.state_dict() if hasattr(each, "load_state_dict") else each.get_state()
 
 
-def load_object(each: Any, state: Any) -> None:
-    """Give an object a state that it had."""
-    if hasattr(each, "load_state_dict"):
-        each.load_state_dict(state)
-    else:
-        each.set_state(state)
+def load_object(name: str, each: Any, state: Any) -> None:
+    """Give an object a state that it had.
+
+    Raises
+    ------
+    StoreError
+        It does not take it.
+    """
+    try:
+        if hasattr(each, "load_state_dict"):
+            each.load_state_dict(state)
+        else:
+            each.set_state(state)
+    except Exception as error:  # of a class of the user's
+        msg = f"{name} does not take the state that the checkpoint holds of it: {str(error)[:1000] or type(error).__name__}"
+        raise StoreError(msg) from error

@@ -11,10 +11,11 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.store.checkpoint import write_folder
+from megatrain_nb.store.infile import read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -82,9 +83,7 @@ def read_reference(folder: Path) -> dict[str, str]:
     """
     path = folder / _POINTER
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_POINTER_BYTES:
-            raise ValueError(path)  # noqa: TRY301
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(path, _MAX_POINTER_BYTES))
         return {key: str(content[key]) for key in ("checkpoint", "offload_dir")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         msg = (
@@ -123,17 +122,3 @@ def to_remove(
     excess = len(others) + 1 - max(limit, len(protected))
     victims = [folder for folder in others if folder not in protected]
     return victims[: max(0, excess)]
-
-
-def load_state(state: Any) -> str:
-    """Return the Trainer's own state out of what a checkpoint holds.
-
-    Raises
-    ------
-    ArgumentError
-        The checkpoint was not taken by a Trainer.
-    """
-    if not isinstance(state, dict) or not isinstance(state.get("state"), str):
-        msg = "this checkpoint was not taken by mt.Trainer; go on from it with session.resume() in a plain loop"
-        raise ArgumentError(msg)
-    return str(state["state"])

@@ -144,7 +144,7 @@ class Session:
         self._lock = OwnerLock(preflight.path)
         with ExitStack() as undo:
             undo.callback(self._lock.release)
-            reclaimed, found = _take_over(self._lock)
+            reclaimed, found = _take_over(self._lock, self.max_ram_bytes)
             self._open_store([each.manifest for each in found])
             undo.callback(self.store.close)
             self.saved = Checkpoints(self, found)
@@ -491,12 +491,13 @@ class Session:
         return (*self.notes, problem) if problem else self.notes
 
 
-def _take_over(lock: OwnerLock) -> tuple[int, list[Checkpoint]]:
+def _take_over(lock: OwnerLock, max_ram_bytes: int) -> tuple[int, list[Checkpoint]]:
     """Remove what a dead owner left; return the bytes of it, and the checkpoints that are there."""
     directory = lock.directory
-    reclaimed = reclaim(directory) if lock.took_over else 0
     sweep(directory)
-    return reclaimed, read_checkpoints(directory)
+    found = read_checkpoints(directory, most_bytes=max_ram_bytes)
+    reclaimed = reclaim(directory) if lock.took_over and not found else 0
+    return reclaimed, found
 
 
 _pid = os.getpid()

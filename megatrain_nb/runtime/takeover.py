@@ -74,7 +74,8 @@ def import_distributed(
     session's budget; where moments are compressed, both moments of one inside it.
     """
     offloaded = model_of(model)
-    found = Folder(Path(folder).expanduser().absolute())
+    room = offloaded.session.saved.room_bytes()
+    found = Folder(Path(folder).expanduser().absolute(), most_bytes=room)
     with (
         CLAIM.held("mt.import_distributed"),
         interrupts_wait(offloaded.session.stop_event, breakable=False),

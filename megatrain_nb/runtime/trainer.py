@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import tempfile
 from contextlib import contextmanager
@@ -35,13 +34,13 @@ from megatrain_nb.runtime.runs import (
     TRAINER,
     folder_of,
     folders_in,
-    load_state,
     read_reference,
     step_of,
     to_remove,
     write_reference,
 )
 from megatrain_nb.runtime.tokens import valid_tokens
+from megatrain_nb.runtime.trainerstate import Progress, state_in
 from megatrain_nb.runtime.wrap import run_window
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ class Trainer(transformers.Trainer):
                 self._offloaded_of(model), optimizer, None, self._nonfinite
             )
         self._window: list[tuple[nn.Module, Any, Any]] = []
-        self._progress = _Progress(self)
+        self._progress = Progress(self)
         self._references: dict[Path, str] = {}
         self._resuming: Saved | None = None
         self.session.controls.save_dir = Path(args.output_dir or "megatrain-saved")
@@ -271,7 +270,10 @@ class Trainer(transformers.Trainer):
                     reference,
                     name=name,
                     offload_dir=self.session.preflight.path,
-                    trainer_state=load_state(self._resuming.objects.get(TRAINER)),
+                    trainer_state=state_in(
+                        self._resuming.objects.get(TRAINER),
+                        most_bytes=checkpoints.room_bytes(),
+                    ),
                 )
                 return self._train(str(reference), *args, **kwargs)
         finally:
@@ -459,43 +461,6 @@ class Trainer(transformers.Trainer):
         best = Path(self.state.best_model_checkpoint)
         name = self._referring([best]).get(best, str(best))
         self.session.resume(name, weights_only=True)
-
-
-class _Progress:
-    """Where transformers' loop is: its state, and the losses that it has not logged yet."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self.seed = torch.initial_seed()
-        self.carried: dict[str, Any] | None = None
-
-    def text(self) -> str:
-        """Return transformers' state as JSON."""
-        state = dataclasses.asdict(self._trainer.state)
-        return json.dumps(state, indent=2, sort_keys=True) + "\n"
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all of it."""
-        return {
-            "state": self.text(),
-            "seed": self.seed,
-            "loss": self._trainer._tr_loss,
-            "last_logged": self._trainer._globalstep_last_logged,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep it until transformers' loop has begun."""
-        self.carried = state
-
-    def begin(self) -> None:
-        """Give the loop what it does not carry over itself."""
-        trainer, carried, self.carried = self._trainer, self.carried, None
-        self.seed = torch.initial_seed() if carried is None else carried["seed"]
-        if carried is not None:
-            trainer._tr_loss += carried["loss"].to(trainer._tr_loss.device)
-            trainer._globalstep_last_logged = carried["last_logged"]
-            # transformers reports the mean loss of this call's steps only.
-            trainer._total_loss_scalar -= carried["loss"].item()
 
 
 def _note_callbacks(trainer: Trainer) -> None:

@@ -69,7 +69,7 @@ def to_json(tree: Any, tensors: dict[str, Tensor], where: str = "state") -> Any:
 
 
 def from_json(tree: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return what `to_json` was given.
+    """Return what `to_json` was given; each tensor is taken out of ``tensors``, so none comes twice.
 
     Raises
     ------
@@ -118,12 +118,13 @@ def _array(tree: dict[str, Any], tensors: dict[str, Tensor]) -> NDArray[Any]:
     if dtype.hasobject:
         msg = "an array of objects"
         raise ValueError(msg)
-    data = from_json(tree["__array__"], tensors).numpy().tobytes()
-    return np.frombuffer(data, dtype).reshape(tree["shape"]).copy()
+    data: NDArray[np.uint8] = from_json(tree["__array__"], tensors).numpy()
+    values: NDArray[Any] = data.view(dtype).reshape(tree["shape"]).copy()
+    return values
 
 
 _MARKED: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], Any]] = {
-    "__tensor__": lambda tree, tensors: tensors[tree["__tensor__"]],
+    "__tensor__": lambda tree, tensors: tensors.pop(tree["__tensor__"]),
     "__array__": _array,
     "__tuple__": lambda tree, tensors: tuple(
         from_json(value, tensors) for value in tree["__tuple__"]

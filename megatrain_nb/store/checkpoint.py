@@ -6,7 +6,8 @@ over, so nothing is copied: as long as the manifest is pinned, its tiles stay in
 that did not change since are shared. The folder is written under another name, synced, and renamed; so it is
 there wholly or not at all. Numbers are never used twice, so a checkpoint replaces nothing: the one that it
 takes the place of is removed after it. `checksums` covers every file; the manifest has a checksum for each
-tile. What is read here is data from anywhere: never code, and no path in it is followed.
+tile. What is read here is data from anywhere: never code, no path in it is followed, and what its files say of
+themselves may take so much of RAM as the caller allows, which is reckoned before anything is read or parsed.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import shutil
 import stat
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_hexdigest
 
 from megatrain_nb.errors import StoreError
+from megatrain_nb.store.infile import read_regular
 from megatrain_nb.store.manifest import Manifest, format_tiles, parse_tiles
-from megatrain_nb.store.parsing import parse_json
+from megatrain_nb.store.parsing import parse_json, parsed_bytes
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,9 +40,10 @@ _MANIFEST, _STATE, _TENSORS = "manifest.json", "state.json", "tensors.safetensor
 _CHECKSUMS = "checksums"
 PROBE_NAME = re.compile(r"\.megatrain-probe-\d+")
 FILE_NAMES = frozenset((_MANIFEST, _STATE, _TENSORS, _CHECKSUMS))
-_MAX_FILE_BYTES = 2**30
-# What parsing one of the files may take of RAM: enough for 300,000 tiles.
-_MAX_PARSED_BYTES = 2**31
+# What the manifests may take of RAM where no session gives a budget: enough for 200,000 tiles.
+_MOST_BYTES = 2**30
+_MAX_CHECKSUMS_BYTES = 4096
+_MAX_ENTRIES = 100_000
 _MAX_NAME = 1000
 _MAX_STEP = 2**53
 
@@ -113,16 +117,16 @@ class Checkpoint:
     def __repr__(self) -> str:
         return f"<Checkpoint {self.label}, {format_bytes(self.num_bytes)}>"
 
-    def read(self) -> tuple[Any, bytes]:
+    def read(self, *, most_bytes: int) -> tuple[bytes, bytes]:
         """Return what was written beside the manifest: the state, and the tensors' file.
 
         Raises
         ------
         StoreError
-            A file is missing or damaged.
+            A file is missing or damaged, or both are longer than ``most_bytes`` together.
         """
-        files = _read_files(self.folder, (_STATE, _TENSORS))
-        return _parse_json(self.folder, _STATE, files[_STATE]), files[_TENSORS]
+        files = _read_files(self.folder, (_STATE, _TENSORS), most_bytes)
+        return files[_STATE], files[_TENSORS]
 
 
 def write_checkpoint(
@@ -131,7 +135,7 @@ def write_checkpoint(
     label: Label,
     manifest: Manifest,
     *,
-    state: Any,
+    state: bytes,
     tensors: bytes,
 ) -> Checkpoint:
     """Write a checkpoint's folder; a crash leaves all of it or nothing.
@@ -145,7 +149,7 @@ def write_checkpoint(
     manifest
         Pinned, its tiles synced.
     state
-        What JSON can hold.
+        A JSON text.
     tensors
         A safetensors file.
 
@@ -205,20 +209,30 @@ def delete_checkpoint(checkpoint: Checkpoint) -> None:
     _remove_empty(folder.parent)
 
 
-def read_checkpoints(directory: Path) -> list[Checkpoint]:
+def read_checkpoints(
+    directory: Path, *, most_bytes: int = _MOST_BYTES
+) -> list[Checkpoint]:
     """Return the checkpoints of an offload directory, oldest first.
+
+    Parameters
+    ----------
+    most_bytes
+        What all their manifests may take of RAM.
 
     Raises
     ------
     StoreError
-        One cannot be read. Its tiles cannot be told from free space then, so nothing may be written here.
+        One cannot be read, or they take more RAM than they may. Its tiles cannot be told from free space then, so
+        nothing may be written here.
     """
     parent = directory / FOLDER_NAME
-    return [
-        _read_checkpoint(parent / name)
-        for name in sorted(_entries(parent), key=lambda name: name.zfill(20))
-        if re.fullmatch(r"\d{6,18}", name)
-    ]
+    found = []
+    for name in sorted(_entries(parent), key=lambda name: name.zfill(20)):
+        if re.fullmatch(r"\d{6,18}", name):
+            checkpoint, taken_bytes = _read_checkpoint(parent / name, most_bytes)
+            most_bytes -= taken_bytes
+            found.append(checkpoint)
+    return found
 
 
 def sweep(directory: Path) -> None:
@@ -245,7 +259,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _files(
-    label: Label, manifest: Manifest, *, state: Any, tensors: bytes
+    label: Label, manifest: Manifest, *, state: bytes, tensors: bytes
 ) -> dict[str, bytes]:
     head = {
         "version": _VERSION,
@@ -257,7 +271,7 @@ def _files(
     content = head | {"tiles": format_tiles(manifest)}
     files = {
         _MANIFEST: json.dumps(content, indent=1).encode(),
-        _STATE: json.dumps(state).encode(),
+        _STATE: state,
         _TENSORS: tensors,
     }
     sums = "".join(
@@ -266,10 +280,19 @@ def _files(
     return files | {_CHECKSUMS: sums.encode()}
 
 
-def _read_checkpoint(folder: Path) -> Checkpoint:
-    files = _read_files(folder, (_MANIFEST, _STATE))
-    content = _parse_json(folder, _MANIFEST, files[_MANIFEST])
+def _read_checkpoint(folder: Path, most_bytes: int) -> tuple[Checkpoint, int]:
+    """Return a checkpoint, and the RAM that reading it may have taken."""
+    # The state is read again where it is used; here it has to be whole.
+    text = _read_files(folder, (_MANIFEST, _STATE), most_bytes)[_MANIFEST]
+    needed = len(text) + parsed_bytes(text)
+    if needed > most_bytes:
+        why = (
+            f"{_MANIFEST} may take {format_bytes(needed)} of RAM, and {format_bytes(most_bytes)} are allowed: it is damaged, "
+            "or max_ram_gb is too small for it"
+        )
+        raise StoreError(_why_unreadable(folder, why))
     try:
+        content = parse_json(text, most_bytes=needed)
         version = content["version"]
         if version != _VERSION:
             msg = f"it has version {str(version)[:20]}, this program reads {_VERSION}"
@@ -278,7 +301,8 @@ def _read_checkpoint(folder: Path) -> Checkpoint:
         manifest = parse_tiles(content["tiles"])
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise StoreError(_why_unreadable(folder, f"{_MANIFEST}: {error}")) from error
-    return Checkpoint(label=label, folder=folder, manifest=manifest)
+    checkpoint = Checkpoint(label=label, folder=folder, manifest=manifest)
+    return checkpoint, needed
 
 
 def _label(content: dict[str, Any]) -> Label:
@@ -294,14 +318,20 @@ def _label(content: dict[str, Any]) -> Label:
     return Label(name=name, step=step, num_steps=num_steps, time=time.astimezone(UTC))
 
 
-def _read_files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Return files that are as they were written."""
+def _read_files(
+    folder: Path, names: tuple[str, ...], most_bytes: int
+) -> dict[str, bytes]:
+    """Return files that are as they were written, and no longer than ``most_bytes`` together."""
+    found: dict[str, bytes] = {}
     try:
         if not stat.S_ISDIR(folder.lstat().st_mode):
             raise StoreError(_why_unreadable(folder, "it is not a folder"))
-        lines = _read_file(folder / _CHECKSUMS).decode().splitlines()
-        sums = {name: found for found, name in (line.split(" ", 1) for line in lines)}
-        found = {name: _read_file(folder / name) for name in names}
+        lines = read_regular(folder / _CHECKSUMS, _MAX_CHECKSUMS_BYTES).decode()
+        pairs = (line.split(" ", 1) for line in lines.splitlines())
+        sums = {name: checksum for checksum, name in pairs}
+        for name in names:
+            found[name] = read_regular(folder / name, most_bytes)
+            most_bytes -= len(found[name])
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "checksums is damaged"
         raise StoreError(_why_unreadable(folder, str(why))) from error
@@ -309,26 +339,6 @@ def _read_files(folder: Path, names: tuple[str, ...]) -> dict[str, bytes]:
         if sums.get(name) != xxh3_64_hexdigest(data):
             raise StoreError(_why_unreadable(folder, f"{name} is damaged"))
     return found
-
-
-def _parse_json(folder: Path, name: str, data: bytes) -> Any:
-    try:
-        return parse_json(data, most_bytes=_MAX_PARSED_BYTES)
-    except ValueError as error:
-        raise StoreError(_why_unreadable(folder, f"{name}: {error}")) from error
-
-
-def _read_file(path: Path) -> bytes:
-    """Return a regular file's bytes; a link is not followed."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
-            msg = (
-                f"{path.name} is not a file of at most {format_bytes(_MAX_FILE_BYTES)}"
-            )
-            raise OSError(0, msg)
-        return file.read(_MAX_FILE_BYTES)
 
 
 def _write_file(path: Path, data: bytes) -> None:
@@ -344,12 +354,17 @@ def _entries(parent: Path) -> list[str]:
         if not stat.S_ISDIR(parent.lstat().st_mode):
             msg = f"{parent} is not a folder; move it away"
             raise StoreError(msg)
-        return os.listdir(parent)  # noqa: PTH208 - names, not paths
+        with os.scandir(parent) as entries:
+            found = [each.name for each in islice(entries, _MAX_ENTRIES + 1)]
     except FileNotFoundError:
         return []
     except OSError as error:
         msg = f"cannot read {parent}: {error.strerror}"
         raise StoreError(msg) from error
+    if len(found) > _MAX_ENTRIES:
+        msg = f"{parent} holds more than {_MAX_ENTRIES} files and folders; move away what is not of a session"
+        raise StoreError(msg)
+    return found
 
 
 def _remove_empty(parent: Path) -> None:

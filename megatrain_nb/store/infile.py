@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import numpy as np
 from megatrain_nb.errors import StoreError
 from megatrain_nb.store.base import ALIGN_BYTES, round_up
 from megatrain_nb.store.host import map_pages
+from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +27,28 @@ if TYPE_CHECKING:
 # each thread that reads. Shorter stretches are not worth it.
 _BUFFER_BYTES, _LEAST_BYTES = 8 << 20, 1 << 20
 _BUFFERS = threading.local()
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """Return the bytes of a small file from anywhere: a link is not followed, a pipe not waited for.
+
+    Raises
+    ------
+    OSError
+        It is missing, not a regular file, or longer than ``most_bytes``: its ``strerror`` says so.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(0, f"{path.name} is not a file")
+        if status.st_size > most_bytes:
+            msg = (
+                f"{path.name} is {format_bytes(status.st_size)} long, and {format_bytes(max(most_bytes, 0))} are allowed: "
+                "it is damaged, or max_ram_gb is too small for it"
+            )
+            raise OSError(0, msg)
+        return file.read(status.st_size)
 
 
 @dataclass(eq=False)

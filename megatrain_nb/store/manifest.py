@@ -111,9 +111,9 @@ def parse_tiles(content: Any) -> Manifest:
     return Manifest({_key(key): _tile(key, tile) for key, tile in content.items()})
 
 
-def _key(key: Any) -> str:
-    if not isinstance(key, str) or not 0 < len(key) <= _MAX_TEXT:
-        msg = f"a tile is called {json.dumps(key)[:_MAX_TEXT]}"
+def _key(key: str) -> str:
+    if not 0 < len(key) <= _MAX_TEXT:
+        msg = f"a tile is called {json.dumps(key[:_MAX_TEXT])[:_MAX_TEXT]}"
         raise ValueError(msg)
     return key
 

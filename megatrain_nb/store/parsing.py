@@ -15,6 +15,26 @@ if TYPE_CHECKING:
 _BYTE_BYTES, _VALUE_BYTES = 10, 200
 
 
+def parsed_bytes(data: bytes, *, table_bytes: int = 0) -> int:
+    """Return what parsing a JSON text takes of RAM at most, besides the text.
+
+    Parameters
+    ----------
+    data
+        UTF-8; anything else takes no more.
+    table_bytes
+        What the caller makes of each table takes besides.
+
+    Examples
+    --------
+    >>> parsed_bytes(b'{"a": [1, 2]}')
+    730
+    """
+    tables = data.count(b"{")
+    values = data.count(b",") + data.count(b"[") + tables
+    return _BYTE_BYTES * len(data) + _VALUE_BYTES * values + table_bytes * tables
+
+
 def parse_json(
     data: bytes,
     *,
@@ -51,9 +71,7 @@ def parse_json(
     ...
     ValueError: reading its 3.00 kB may take 430 kB of RAM, 10.0 kB are allowed
     """
-    tables = data.count(b"{")
-    values = data.count(b",") + data.count(b"[") + tables
-    needed = _BYTE_BYTES * len(data) + _VALUE_BYTES * values + table_bytes * tables
+    needed = parsed_bytes(data, table_bytes=table_bytes)
     if needed > most_bytes:
         msg = (
             f"reading its {format_bytes(len(data))} may take {format_bytes(needed)} of RAM, "

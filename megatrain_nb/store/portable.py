@@ -44,8 +44,12 @@ _NUM_TILES = 3
 _MOST_TILE_BYTES = 64 << 20
 
 
-def export_checkpoint(checkpoint: Checkpoint, store: DiskStore, folder: Path) -> Path:
+def export_checkpoint(
+    checkpoint: Checkpoint, store: DiskStore, folder: Path, *, most_bytes: int
+) -> Path:
     """Copy a checkpoint out of a store, three tiles in RAM at a time; a crash leaves no half folder.
+
+    ``most_bytes`` is what its files beside the tiles may take of RAM.
 
     Raises
     ------
@@ -67,7 +71,14 @@ def export_checkpoint(checkpoint: Checkpoint, store: DiskStore, folder: Path) ->
             target = _open(temporary, packing=checkpoint.manifest.packed)
             closing.callback(target.close)
             manifest = _copy_tiles(checkpoint.manifest, store, target)
-            _write_copy(checkpoint, target, manifest, number=1, name=checkpoint.name)
+            _write_copy(
+                checkpoint,
+                target,
+                manifest,
+                number=1,
+                name=checkpoint.name,
+                most_bytes=most_bytes,
+            )
             target.close()
             temporary.rename(folder)
             sync_directory(folder.parent)
@@ -78,7 +89,12 @@ def export_checkpoint(checkpoint: Checkpoint, store: DiskStore, folder: Path) ->
 
 
 def import_checkpoint(
-    folder: Path, store: DiskStore, *, number: int, name: str | None = None
+    folder: Path,
+    store: DiskStore,
+    *,
+    number: int,
+    most_bytes: int,
+    name: str | None = None,
 ) -> Checkpoint:
     """Copy the checkpoint of a portable folder into a store, every tile checked; the folder stays.
 
@@ -90,6 +106,8 @@ def import_checkpoint(
         What `export_checkpoint` made, or an offload directory with one checkpoint.
     number
         Larger than that of any checkpoint of the store.
+    most_bytes
+        What it may take of RAM: its manifest, the files beside it, and tiles on their way.
     name
         A new name; None keeps its own.
 
@@ -98,7 +116,7 @@ def import_checkpoint(
     ArgumentError
         There is not one checkpoint in it.
     StoreError
-        It is damaged, there is no room, or a disk failed.
+        It is damaged, there is no room, a disk failed, or it takes more RAM than it may.
     """
     folder = folder.expanduser().absolute()
     if not folder.is_dir():
@@ -107,23 +125,29 @@ def import_checkpoint(
     lock = OwnerLock(folder)
     with ExitStack() as closing:
         closing.callback(lock.release)
-        found = read_checkpoints(folder)
+        found = read_checkpoints(folder, most_bytes=most_bytes)
         if len(found) != 1:
             msg = f"{folder} holds {len(found)} checkpoints, not one; give a folder that export_checkpoint made"
             raise ArgumentError(msg)
         pinned = found[0].manifest
         largest = max((tile.nbytes for tile in pinned.tiles.values()), default=0)
-        if largest > _MOST_TILE_BYTES:
+        allowed = min(_MOST_TILE_BYTES, most_bytes // _NUM_TILES)
+        if largest > allowed:
             msg = (
-                f"{found[0].folder} has a tile of {format_bytes(largest)}, and no session writes one of more than "
-                f"{format_bytes(_MOST_TILE_BYTES)}; it is damaged"
+                f"{found[0].folder} has a tile of {format_bytes(largest)}, and {format_bytes(allowed)} are allowed: it is "
+                "damaged, or max_ram_gb is too small for it"
             )
             raise StoreError(msg)
         source = _open(folder, packing=pinned.packed, pinned=[pinned])
         closing.callback(source.close)
         manifest = _copy_tiles(pinned, source, store)
         return _write_copy(
-            found[0], store, manifest, number=number, name=name or found[0].name
+            found[0],
+            store,
+            manifest,
+            number=number,
+            name=name or found[0].name,
+            most_bytes=most_bytes,
         )
 
 
@@ -208,10 +232,11 @@ def _write_copy(
     *,
     number: int,
     name: str,
+    most_bytes: int,
 ) -> Checkpoint:
     try:
         target.sync()
-        state, tensors = checkpoint.read()
+        state, tensors = checkpoint.read(most_bytes=most_bytes)
         return write_checkpoint(
             target.directory,
             number,

@@ -34,7 +34,7 @@ from tests.runtime.test_trainer import Rows, arguments, history
 
 STEPS = 8
 PLACES = ("ram", "disk", "mixed")
-HOW = ("now and then", "every step", "trainer")
+HOW = ("now and then", "every step", "trainer", "trainer, crash-safe")
 
 
 Expected = tuple[dict[int, Any], str, set[str]]
@@ -112,13 +112,22 @@ def train_loop(directory: Path, place: str, how: str, log: Log) -> None:
             session.remove_checkpoint(each.name)
 
 
-def train_trainer(directory: Path, place: str, log: Log) -> None:
+def train_trainer(
+    directory: Path, place: str, log: Log, crash_safe: str | None
+) -> None:
     log.say("init")
     seed_all(5)
-    with opened(directory / "store", place, crash_safe="step") as session:
+    with opened(directory / "store", place, crash_safe=crash_safe) as session:
         log.say("load")
+        # From a folder chunk by chunk, or from RAM.
+        source = directory.parent / "source"
+        model: Any = (
+            make_model("llama", dropout=0.1)
+            if crash_safe
+            else mt.from_pretrained(transformers.AutoModelForCausalLM, source)
+        )
         trainer = mt.Trainer(
-            model=make_model("llama", dropout=0.1),
+            model=model,
             args=arguments(
                 directory / "out",
                 max_steps=STEPS,
@@ -154,8 +163,9 @@ def fork(directory: Path, place: str, how: str) -> int:
     code = 1
     try:
         log = Log(directory)
-        if how == "trainer":
-            train_trainer(directory, place, log)
+        if how.startswith("trainer"):
+            crash_safe = "step" if "crash-safe" in how else None
+            train_trainer(directory, place, log, crash_safe)
         else:
             train_loop(directory, place, how, log)
         code = 0
@@ -217,22 +227,29 @@ def check(directory: Path, found: list[dict[str, Any]], expected: Expected) -> i
     return len(steps)
 
 
+def prepare(directory: Path) -> None:
+    """Import what a fork would have to, and make the model that is loaded from a folder."""
+    torch.set_num_threads(1)
+    load_code()
+    assert callable(mt.export_distributed)
+    seed_all(5)
+    make_model("llama", dropout=0.1).save_pretrained(directory / "source")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    load_code()
-    assert callable(mt.export_distributed)  # imports what a fork would have to
+    prepare(options.directory)
     dice = random.Random(options.seed)
     expected: dict[tuple[str, str], Expected] = {}
     seconds: dict[str, float] = {}
     hit: Counter[str] = Counter()
     runs = steps_again = 0
     while hit.total() < options.kills:
-        how, place = HOW[runs % 3], PLACES[runs // 3 % 3]
+        how, place = HOW[runs % len(HOW)], PLACES[runs // len(HOW) % len(PLACES)]
         if (how, place) not in expected:
             begin = time.perf_counter()
             expected[how, place] = undisturbed(options.directory / "whole", place, how)

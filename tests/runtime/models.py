@@ -223,8 +223,11 @@ def covering(
 ) -> list[dict[str, Any]]:
     """Return rows in which any ``strength`` factors meet in every combination of their values.
 
-    Greedy, and the same for the same seed.
+    Greedy, and the same for the same seed; all combinations there are, in order, if all factors are to meet.
     """
+    if strength >= len(factors):
+        every = itertools.product(*factors.values())
+        return [dict(zip(factors, values, strict=True)) for values in every]
     dice = random.Random(seed)
     missing = {
         tuple(zip(names, values, strict=True))

@@ -482,7 +482,29 @@ def test_a_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
         assert session.store.pinned_bytes() == 0
 
 
-def test_what_fails_half_way_is_not_used(tmp_path: Path) -> None:
+def test_what_fails_half_way_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(errno.EIO, "no more")
+
+    with opened(tmp_path) as session:
+        run = Run(session, 0)
+        train(run, 1)
+        session.save_checkpoint()
+        with monkeypatch.context() as patch:
+            patch.setattr(session.store, "restore", fails)
+            with pytest.raises(OSError, match="no more"):
+                session.resume()
+        with pytest.raises(mt.StoreError, match="failed half-way"):
+            train(run, 1)
+    with opened(tmp_path) as session:
+        run = Run(session, 0)
+        session.resume(weights_only=True)
+        train(run, 1)
+
+
+def test_an_object_that_refuses_its_state(tmp_path: Path) -> None:
     class Refuses:
         def state_dict(self) -> Any:
             return {}
@@ -495,13 +517,11 @@ def test_what_fails_half_way_is_not_used(tmp_path: Path) -> None:
         session.register(data=Refuses())
         train(run, 1)
         session.save_checkpoint()
-        with pytest.raises(KeyError):
+        train(run, 1)
+        before = snapshot(run.model, run.optimizer)
+        with pytest.raises(mt.StoreError, match="data does not take the state"):
             session.resume()
-        with pytest.raises(mt.StoreError, match="failed half-way"):
-            train(run, 1)
-    with opened(tmp_path) as session:
-        run = Run(session, 0)
-        session.resume(weights_only=True)
+        assert differing(snapshot(run.model, run.optimizer), before) == []
         train(run, 1)
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tqdm.auto import tqdm
 
 import megatrain_nb as mt
-from megatrain_nb.runtime import fill, mapped, progress, shards
+from megatrain_nb.runtime import fill, leaves, mapped, progress, shards
 from megatrain_nb.runtime.current import current_session
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.piece import What
@@ -249,13 +249,13 @@ def test_a_mapped_file_is_read_where_nobody_has_changed_it(
     how: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    original = shards.FilePart.read_into
+    original = leaves.FilePart.read_into
 
     def read_into(self: Any, values: torch.Tensor, start: int) -> None:
         read.append(self.name)
         original(self, values, start)
 
-    monkeypatch.setattr(shards.FilePart, "read_into", read_into)
+    monkeypatch.setattr(leaves.FilePart, "read_into", read_into)
     with opened(tmp_path / "store", "disk"):
         model = plain_loaded("llama", saved)
         names = [name for name, _ in model.named_parameters()]

@@ -24,8 +24,9 @@ import torch
 import megatrain_nb as mt
 from megatrain_nb.errors import MegatrainError, StoreError
 from megatrain_nb.runtime.lazy import node_of, value
+from megatrain_nb.runtime.leaves import DTYPES
 from megatrain_nb.runtime.rss import resident_bytes
-from megatrain_nb.runtime.shards import DTYPES, open_checkpoint
+from megatrain_nb.runtime.shards import open_checkpoint
 from tests.runtime.models import auto_class, make_model
 from tests.runtime.plain import opened, parameters
 from tests.store.test_fuzz import ODD, cut, flip, insert, replace_value

@@ -6,6 +6,8 @@ import errno
 import json
 import os
 import shutil
+import tracemalloc
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ from megatrain_nb.errors import (
     SessionError,
     StoreError,
 )
+from megatrain_nb.store import checkpoint
 from megatrain_nb.store.checkpoint import (
     Checkpoint,
     Label,
@@ -30,6 +33,7 @@ from megatrain_nb.store.checkpoint import (
 )
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.owner import OwnerLock
+from megatrain_nb.store.parsing import parsed_bytes
 from megatrain_nb.store.portable import export_checkpoint, import_checkpoint
 from tests.store.conformance import get, noise, put
 
@@ -53,7 +57,7 @@ def take(store: DiskStore, number: int = 1, name: str = "a") -> Checkpoint:
         number,
         label(name),
         store.pin(),
-        state={"lr": 0.1},
+        state=b'{"lr": 0.1}',
         tensors=b"some tensors",
     )
 
@@ -73,7 +77,7 @@ def test_what_is_written_is_read(tmp_path: Path, taken: Checkpoint) -> None:
     (found,) = read_checkpoints(tmp_path)
     assert found.label == taken.label
     assert found.manifest.tiles == taken.manifest.tiles
-    assert found.read() == ({"lr": 0.1}, b"some tensors")
+    assert found.read(most_bytes=100) == (b'{"lr": 0.1}', b"some tensors")
     assert (found.name, found.step, found.num_bytes) == ("a", 3, 4 * 4096)
     assert "'a', step 3 of 9, saved 2026-11-30" in repr(found)
     assert sorted(path.name for path in found.folder.iterdir()) == FILES
@@ -154,7 +158,7 @@ def test_damage_is_named(
     elif damage == "folder":
         path.mkdir()
     with pytest.raises(StoreError, match="000001 cannot be read"):
-        [found.read() for found in read_checkpoints(tmp_path)]
+        [found.read(most_bytes=100) for found in read_checkpoints(tmp_path)]
 
 
 def tile_of(content: dict[str, Any]) -> dict[str, Any]:
@@ -273,9 +277,8 @@ def test_out_and_in_again(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, taken: Checkpoint
 ) -> None:
     source = reopened(taken)
-    folder = export_checkpoint(
-        taken, source, tmp_path_factory.mktemp("other") / "moved"
-    )
+    other = tmp_path_factory.mktemp("other")
+    folder = export_checkpoint(taken, source, other / "moved", most_bytes=100)
     source.close()
     assert sorted(path.name for path in folder.iterdir()) == [
         "checkpoints",
@@ -285,9 +288,9 @@ def test_out_and_in_again(
     home = tmp_path_factory.mktemp("third")
     target = DiskStore(home)
     put(target, "mine", noise(5000, 7))
-    found = import_checkpoint(folder, target, number=4, name="b")
+    found = import_checkpoint(folder, target, number=4, most_bytes=MIB, name="b")
     assert (found.name, found.step, found.number) == ("b", 3, 4)
-    assert found.read() == ({"lr": 0.1}, b"some tensors")
+    assert found.read(most_bytes=100) == (b'{"lr": 0.1}', b"some tensors")
     assert target.keys() == ["mine"]
     target.restore(found.manifest, {"x": "0/weights/0/0", "y": "0/weights/0/1"})
     assert np.array_equal(get(target, "x"), noise(9000, 1))
@@ -303,7 +306,7 @@ def test_out_and_in_again(
 def test_export_refuses_what_exists(tmp_path: Path, taken: Checkpoint) -> None:
     source = reopened(taken)
     with pytest.raises(ArgumentError, match="exists"):
-        export_checkpoint(taken, source, tmp_path)
+        export_checkpoint(taken, source, tmp_path, most_bytes=100)
     source.close()
 
 
@@ -318,12 +321,12 @@ def test_a_damaged_tile_is_not_copied(
         os.fsync(file.fileno())
     other = tmp_path_factory.mktemp("other")
     with pytest.raises(ChecksumError):
-        export_checkpoint(taken, source, other / "moved")
+        export_checkpoint(taken, source, other / "moved", most_bytes=100)
     assert list(other.iterdir()) == []
     source.close()
     target = DiskStore(other)
     with pytest.raises(ChecksumError):
-        import_checkpoint(source.directory, target, number=1)
+        import_checkpoint(source.directory, target, number=1, most_bytes=MIB)
     assert target.used_bytes == 0
     target.close()
     assert list(other.iterdir()) == []
@@ -336,16 +339,16 @@ def test_import_checks_room_and_owner(
     target = DiskStore(home, max_bytes=8192)
     directory = taken.folder.parents[1]
     with pytest.raises(BudgetError, match=r"needs 16\.4 kB"):
-        import_checkpoint(directory, target, number=1)
+        import_checkpoint(directory, target, number=1, most_bytes=MIB)
     lock = OwnerLock(directory)
     with pytest.raises(SessionError, match="belongs to another session"):
-        import_checkpoint(directory, target, number=1)
+        import_checkpoint(directory, target, number=1, most_bytes=MIB)
     lock.release()
     empty = tmp_path_factory.mktemp("empty")
     with pytest.raises(ArgumentError, match="holds 0 checkpoints"):
-        import_checkpoint(empty, target, number=1)
+        import_checkpoint(empty, target, number=1, most_bytes=MIB)
     with pytest.raises(ArgumentError, match="not a folder"):
-        import_checkpoint(empty / "missing", target, number=1)
+        import_checkpoint(empty / "missing", target, number=1, most_bytes=MIB)
     shutil.rmtree(empty)
     target.close()
 
@@ -360,6 +363,105 @@ def test_a_tile_that_no_session_writes_is_not_copied(
     directory = taken.folder.parents[1]
     os.truncate(directory / "tiles.bin", 2 * size)
     target = DiskStore(tmp_path_factory.mktemp("other"))
-    with pytest.raises(StoreError, match=r"a tile of 1\.07 GB, .* it is damaged"):
-        import_checkpoint(directory, target, number=1)
+    for most, told in ((MIB, "350 kB"), (2**40, "67.1 MB")):
+        with pytest.raises(
+            StoreError, match=rf"a tile of 1\.07 GB, and {told} are allowed"
+        ):
+            import_checkpoint(directory, target, number=1, most_bytes=most)
     target.close()
+
+
+# ---- no more RAM than allowed ----
+
+
+def tile_text(index: int) -> str:
+    place = f'"parts": [[{4096 * index}, 4096]], "nbytes": 7, "packed_bytes": 7'
+    return f'"{index}": {{{place}, "codec": "raw", "checksum": {2**63 + index}, "generation": {index}}}'
+
+
+def write_text(taken: Checkpoint, name: str, text: str) -> None:
+    path = taken.folder / name
+    path.write_text(text)
+    make_checksum_fit(path)
+
+
+def add_tiles(taken: Checkpoint, count: int) -> int:
+    """Let a manifest have so many tiles, written as short as can be; return what it may take of RAM."""
+    path = taken.folder / "manifest.json"
+    head = json.loads(path.read_text())
+    head["tiles"] = {}
+    tiles = ",".join(map(tile_text, range(count))).replace(" ", "")
+    text = json.dumps(head).replace('"tiles": {}', f'"tiles": {{{tiles}}}')
+    write_text(taken, path.name, text)
+    return len(text) + parsed_bytes(text.encode())
+
+
+def peak_of(directory: Path, most_bytes: int) -> int:
+    """Read a directory's checkpoints, with an error or without; return the most RAM that it took."""
+    tracemalloc.start()
+    try:
+        with suppress(StoreError):
+            found = read_checkpoints(directory, most_bytes=most_bytes)
+            assert found
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_tiles_take_no_more_ram_than_allowed(
+    tmp_path: Path, taken: Checkpoint, short: int
+) -> None:
+    needed = add_tiles(taken, 5000)
+    assert peak_of(tmp_path, needed - short) < needed
+    if short:
+        with pytest.raises(StoreError, match=r"MB of RAM, and .* max_ram_gb"):
+            read_checkpoints(tmp_path, most_bytes=needed - short)
+    else:
+        (found,) = read_checkpoints(tmp_path, most_bytes=needed)
+        assert len(found.manifest.tiles) == 5000
+
+
+def test_many_checkpoints_take_no_more_ram_than_allowed(
+    tmp_path: Path, taken: Checkpoint
+) -> None:
+    needed = add_tiles(taken, 500)
+    for number in range(2, 41):
+        shutil.copytree(taken.folder, taken.folder.with_name(f"{number:06d}"))
+    assert peak_of(tmp_path, 40 * needed) < 40 * needed
+    assert len(read_checkpoints(tmp_path, most_bytes=40 * needed)) == 40
+    assert peak_of(tmp_path, 3 * needed) < 3 * needed
+    with pytest.raises(StoreError, match=r"000040 cannot be read .* max_ram_gb"):
+        read_checkpoints(tmp_path, most_bytes=40 * needed - 1)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_long_file_is_not_read(tmp_path: Path, taken: Checkpoint, name: str) -> None:
+    os.truncate(taken.folder / name, 2**36)
+    tracemalloc.start()
+    try:
+        with pytest.raises(StoreError, match="000001 cannot be read"):
+            [x.read(most_bytes=MIB) for x in read_checkpoints(tmp_path, most_bytes=MIB)]
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("text", ["[" + "[]," * 10**6 + "0]", json.dumps({"a" * 10**6: 0})])  # fmt: skip
+def test_text_that_becomes_much_is_not_parsed(
+    tmp_path: Path, taken: Checkpoint, text: str
+) -> None:
+    write_text(taken, "manifest.json", text)
+    assert peak_of(tmp_path, 5 * 10**6) < 5 * 10**6
+    with pytest.raises(StoreError, match=r"of RAM, and 5\.00 MB are allowed"):
+        read_checkpoints(tmp_path, most_bytes=5 * 10**6)
+
+
+def test_countless_entries_are_not_listed(
+    tmp_path: Path, taken: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_MAX_ENTRIES", 3)
+    for name in "abcd":
+        (taken.folder.parent / name).touch()
+    with pytest.raises(StoreError, match="more than 3 files"):
+        read_checkpoints(tmp_path)

@@ -85,7 +85,7 @@ def test_reclaim_deletes_our_files_only(tmp_path: Path) -> None:
 def test_reclaim_leaves_checkpoints_and_what_they_pin(tmp_path: Path) -> None:
     (tmp_path / "tiles.bin").write_bytes(bytes(8192))
     label = Label(name="a", step=1, num_steps=None, time=datetime.now(UTC))
-    write_checkpoint(tmp_path, 1, label, Manifest({}), state={}, tensors=b"")
+    write_checkpoint(tmp_path, 1, label, Manifest({}), state=b"{}", tensors=b"")
     (tmp_path / "checkpoints" / ".new-000002").mkdir()
     assert reclaim(tmp_path) == 0
     assert (tmp_path / "tiles.bin").exists()
