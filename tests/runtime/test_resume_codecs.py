@@ -526,7 +526,7 @@ def test_larger_moments_that_do_not_fit(tmp_path: Path) -> None:
         (lambda state: put_all(state["codecs"], "5bit"), "as '5bit'"),
         (lambda state: put_all(state["codecs"], "dynamic"), "as 'dynamic'"),
         (lambda state: put_all(state["codecs"], "2bit"), "as '2bit'"),
-        (lambda state: put_all(state["codecs"], ["2bit"]), "as \\['2bit'\\]"),
+        (lambda state: put_all(state["codecs"], ["2bit"]), "as a list"),
         (lambda state: put_all(state["asked"], "lossless"), "does not know"),
         (lambda state: put_all(state["codecs"], "raw"), "a tile '0/encoded-"),
         (lambda state: state.update(rounding_seed="0"), "rounding"),
