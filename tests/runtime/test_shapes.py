@@ -136,7 +136,7 @@ Odd.cross_entropy = True
 model = SHAPES[shape](n)
 total = sum(p.numel() * 4 for p in model.parameters())
 session = mt.init(sys.argv[1], max_ram_gb=budget)
-session._base_bytes = base  # the model that is still in RAM counts
+session._other.base_bytes = base  # the model that is still in RAM counts
 model, optimizer = mt.wrap(model, max_grad_norm=1.0)
 heap.trim()
 meter = rss.PeakMeter()
