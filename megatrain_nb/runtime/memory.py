@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatrain_nb.runtime.offload import OffloadedModel
 
 # A budget holds to within so much of it. A shortage beyond that is said, and again once it has grown by a quarter.
-_OVER, _WORTH_SAYING = 0.05, 1.25
+_OVER, _GROWN = 0.05, 1.25
 
 logger = logging.getLogger("megatrain_nb")
 
@@ -64,7 +64,7 @@ class ModelMemory:
         self._session = offloaded.session
         self._keep_wanted = self._keep_beside = self._spread_bytes = 0
         self.foresight = Foresight()
-        self._peak = self._warned_bytes = 0
+        self._peak = self._warned_bytes = self._collected_bytes = 0
         self._keep_first = self._keep_by_plan = False
         self._room = 0
         self._least_seconds: Mapping[str, float] = {}
@@ -269,9 +269,11 @@ class ModelMemory:
 
     def begin(self) -> None:
         """Count from here: what the process took at most before a step, or a forward alone, is not the model's."""
-        if self._taken() > self.reserved_bytes:
+        taken = self._taken()
+        if taken > max(self.reserved_bytes, _GROWN * self._collected_bytes):
             gc.collect()  # another model that nobody holds may lie in a cycle, as after a Trainer
             heap.trim()
+            self._collected_bytes = taken
         self._session.other_peak_bytes()
 
     def _taken(self) -> int:
@@ -325,7 +327,7 @@ class ModelMemory:
         """Say that the process takes more than the budget has room for; again only where that has grown."""
         room = self._room + self.residency.lent_bytes
         allowed = room + round(_OVER * self._session.max_ram_bytes)
-        if self._peak <= max(allowed, _WORTH_SAYING * self._warned_bytes):
+        if self._peak <= max(allowed, _GROWN * self._warned_bytes):
             return
         self._warned_bytes = self._peak
         logger.warning(
