@@ -24,6 +24,7 @@ from megatrain_nb.runtime.leaves import (
     read_bytes,
     tree_of,
 )
+from megatrain_nb.store.parsing import PICKLE_BYTES
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatrain_nb.store.infile import InFile
-
-# What each byte of a pickle may take in RAM (an empty list and its mark).
-_PICKLE_BYTES = 128
 
 # A record's own header in a zip: at its end the lengths of the name and of the extra field that follow it.
 _ZIP_HEADER = struct.Struct("<26xHH")
@@ -106,7 +104,7 @@ def _records(file: InFile, most_bytes: int) -> dict[int, int]:
                 begin = info.header_offset + _ZIP_HEADER.size
                 found[begin + sum(_ZIP_HEADER.unpack(header))] = info.file_size
                 continue
-            needed = info.file_size * _PICKLE_BYTES
+            needed = info.file_size * PICKLE_BYTES
             if needed > most_bytes:
                 msg = f"reading {info.filename} may take {format_bytes(needed)} of RAM, {format_bytes(most_bytes)} are allowed"  # fmt: skip
                 raise ValueError(msg)

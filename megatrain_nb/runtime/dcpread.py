@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import (
 
 from megatrain_nb.errors import ArgumentError, StoreError
 from megatrain_nb.store.infile import read_regular
+from megatrain_nb.store.parsing import PICKLE_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 METADATA_NAME = ".metadata"
-# What each byte of a pickle may become in RAM: an empty list and its mark.
-_PICKLE_BYTES = 128
 _MAX_OBJECT_BYTES = 2**24
 _MAX_DIMS = 64
 _MAX_CHUNKS = 2**20
@@ -303,7 +302,7 @@ def _read_metadata(path: Path, most_bytes: int) -> bytes:
                 "mt.export_distributed or torch.distributed.checkpoint.save wrote"
             )
             raise ArgumentError(msg)
-        return read_regular(file, most_bytes // _PICKLE_BYTES)
+        return read_regular(file, most_bytes // PICKLE_BYTES)
     except FileNotFoundError:
         msg = f"{path} is not there"
         raise ArgumentError(msg) from None

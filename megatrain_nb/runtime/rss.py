@@ -78,7 +78,9 @@ class OtherMeter:
     @contextmanager
     def changing(self, counted_bytes: int) -> Iterator[None]:
         """Let that other memory, which had this size until now, change inside."""
-        self._most = max(self._most, self._peak(counted_bytes))
+        status = _status()
+        peak = self._above(self._meter.read(status), _field("RssFile:", status))
+        self._most = max(self._most, peak - counted_bytes)
         try:
             yield
         finally:
@@ -89,8 +91,7 @@ class OtherMeter:
 
     def now(self, counted_bytes: int) -> int:
         """Return what is taken now, in bytes; the other memory has this size."""
-        files = self._data_bytes(file_bytes())
-        return max(0, resident_bytes() - files - self.base_bytes - counted_bytes)
+        return self._beside(counted_bytes, _status())
 
     def restart(self, counted_bytes: int) -> int:
         """Return the most since the last call, in bytes, and forget it; the other memory has this size now."""
@@ -104,12 +105,10 @@ class OtherMeter:
         None where the kernel does not say. It costs one look at what the kernel says, and forgets nothing.
         """
         status = _status()
-        resident, files = _field("VmRSS:", status), _field("RssFile:", status)
-        if not resident:
+        if not _field("VmRSS:", status):
             return None
-        now = resident - self._data_bytes(files) - self.base_bytes - counted_bytes
-        now = max(0, now)
-        peak = self._above(self._meter.read(status), files)
+        now = self._beside(counted_bytes, status)
+        peak = self._above(self._meter.read(status), _field("RssFile:", status))
         return now, max(self._most_together, peak, counted_bytes + now)
 
     def forget_together(self, counted_bytes: int) -> None:
@@ -118,8 +117,10 @@ class OtherMeter:
             pass
         self._most_together = 0
 
-    def _peak(self, counted_bytes: int) -> int:
-        return self._above(self._meter.read(), file_bytes()) - counted_bytes
+    def _beside(self, counted_bytes: int, status: str) -> int:
+        files = self._data_bytes(_field("RssFile:", status))
+        resident = _field("VmRSS:", status)
+        return max(0, resident - files - self.base_bytes - counted_bytes)
 
     def _above(self, peak: int, files: int) -> int:
         # The kernel has no peak of files alone: those that were there before the peak as well as after it.

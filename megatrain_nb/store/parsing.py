@@ -1,4 +1,4 @@
-"""JSON from elsewhere: it takes no more RAM than it may, and whatever is wrong with it is a ValueError."""
+"""What text from elsewhere takes of RAM. JSON takes no more than it may, and whatever is wrong with it is a ValueError."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 # What Python takes at most, measured with tables and lists of every kind (tests/store/test_parsing.py): of each byte, as
 # text (four bytes a character where one of them is large, and a copy), and of each value or name.
 _BYTE_BYTES, _VALUE_BYTES = 10, 200
+
+PICKLE_BYTES = 128
+"""What each byte of a pickle may become in RAM: an empty list and its mark."""
 
 
 def parsed_bytes(data: bytes, *, table_bytes: int = 0) -> int:

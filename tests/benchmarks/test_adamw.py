@@ -51,14 +51,20 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def best_of_each(num_threads: int) -> tuple[float, float]:
-    """Return seconds of ours and torch's on new arrays, the best of some rounds in turns."""
-    # Both in huge pages, as the runtime's tiles are.
-    grad, *ours = (zeros() for _ in range(4))
+def torch_step() -> tuple[Any, Callable[[], object]]:
+    """Return gradients on new memory, and a step of torch's fused AdamW with them."""
+    grad = zeros()
     grad[:] = np.random.default_rng(0).standard_normal(NUMEL, dtype=np.float32)
     theirs = torch.nn.Parameter(torch.zeros(NUMEL))
     theirs.grad = torch.from_numpy(grad)
-    optimizer = torch.optim.AdamW([theirs], fused=True)
+    return grad, torch.optim.AdamW([theirs], fused=True).step
+
+
+def best_of_each(num_threads: int) -> tuple[float, float]:
+    """Return seconds of ours and torch's on new arrays, the best of some rounds in turns."""
+    # Both in huge pages, as the runtime's tiles are.
+    grad, step = torch_step()
+    ours = [zeros() for _ in range(3)]
     segments = [Segment(0, NUMEL, AdamWConfig(), 1)]
     with UpdateThreads(num_threads) as threads, torch_threads(num_threads):
 
@@ -66,8 +72,8 @@ def best_of_each(num_threads: int) -> tuple[float, float]:
             adamw.update(ours[0], ours[1], ours[2], grad, segments, threads=threads)
 
         update()
-        optimizer.step()
-        pairs = [(seconds(update), seconds(optimizer.step)) for _ in range(ROUNDS)]
+        step()
+        pairs = [(seconds(update), seconds(step)) for _ in range(ROUNDS)]
     best, best_torch = (min(column) for column in zip(*pairs, strict=True))
     return best, best_torch
 

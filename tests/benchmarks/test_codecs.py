@@ -26,10 +26,12 @@ from megatrain_nb.optim.adamw import UpdateThreads
 from megatrain_nb.optim.config import AdamWConfig
 from megatrain_nb.optim.encoded import EncodedSegment, update_encoded
 from tests.benchmarks.test_adamw import (
+    NUMEL,
     PLACES,
     REST_S,
     ROUNDS,
     seconds,
+    torch_step,
     torch_threads,
     zeros,
 )
@@ -37,7 +39,6 @@ from tests.benchmarks.test_adamw import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NUMEL = 64 * 1024 * 1024
 CODECS = ("raw", "8bit", "4bit", "3bit", "2bit")
 
 
@@ -98,11 +99,7 @@ def times_of(run: Callable[[], object], num_threads: int) -> Times:
 
 def best_of_each(num_threads: int, *, halves: bool) -> dict[str, Times]:
     """Return the times of torch and of each codec, on new arrays, in turns."""
-    grad = zeros()
-    grad[:] = np.random.default_rng(0).standard_normal(NUMEL, dtype=np.float32)
-    theirs = torch.nn.Parameter(torch.zeros(NUMEL))
-    theirs.grad = torch.from_numpy(grad)
-    optimizer = torch.optim.AdamW([theirs], fused=True)
+    grad, step = torch_step()
     param = Split(zeros(torch.uint16), zeros(torch.uint16)) if halves else zeros()
     states = {name: segments_of(name, grad) for name in CODECS}
     with UpdateThreads(num_threads) as threads, torch_threads(num_threads):
@@ -110,7 +107,7 @@ def best_of_each(num_threads: int, *, halves: bool) -> dict[str, Times]:
         def update(name: str) -> None:
             update_encoded(param, grad, states[name], finite=True, threads=threads)
 
-        runs: dict[str, Any] = {"torch": optimizer.step}
+        runs: dict[str, Any] = {"torch": step}
         runs |= {name: partial(update, name) for name in CODECS}
         times: dict[str, list[Times]] = {name: [] for name in runs}
         for run in runs.values():
