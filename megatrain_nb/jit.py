@@ -1,14 +1,22 @@
-"""The one numba decorator, its cache, and a word to the user when it compiles."""
+"""The one numba decorator, its cache, and a word to the user when it compiles.
+
+[Note: in a process of its own] LLVM keeps some 300 MB of what it took to compile the kernels of one codec, and holds the
+GIL for the ten seconds that one takes: the session's budget would be broken and its view stand still. So a child
+compiles, and this process loads what the child has kept. Whatever goes wrong with that, it is compiled here.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -35,6 +43,10 @@ SPLICED: Literal["always"] = "always"
 """``inline`` of an `overload` that is a part of kernels, as `spliced` is."""
 
 _lock = threading.Lock()
+_alone = threading.Event()  # no child compiles for this process
+_told: WeakSet[Callable[..., object]] = WeakSet()
+
+_CHILD = "from megatrain_nb import jit; jit.compile_here()"
 
 
 def kernel(function: Function) -> Function:
@@ -91,6 +103,13 @@ def compiling(what: str) -> None:
             logger.exception("on_compile hook %r failed", tell)
 
 
+def compiling_once(function: Callable[..., object]) -> None:
+    """Say that a kernel is compiled, unless that was said: for other types it says nothing new."""
+    if function not in _told:
+        _told.add(function)
+        compiling(f"{function.__name__} kernel")
+
+
 def _keep(dispatcher: Any) -> None:
     """Give a dispatcher a cache on disk that never raises."""
     try:
@@ -106,6 +125,10 @@ def _tolerant_cache() -> type[Any]:
 
     class TolerantCache(base):  # type: ignore[misc]
         def load_overload(self, sig: object, target_context: object) -> object:
+            load = partial(self._load, sig, target_context)
+            return load() or _compiled_elsewhere(self._py_func, sig, load)
+
+        def _load(self, sig: object, target_context: object) -> object:
             try:
                 return super().load_overload(sig, target_context)
             except Exception as error:  # a broken pickle raises anything
@@ -129,6 +152,45 @@ def _tolerant_cache() -> type[Any]:
             return (*super()._index_key(sig, codegen), _source_digest())
 
     return TolerantCache
+
+
+def _is_importable(function: Callable[..., object]) -> bool:
+    """Whether another process finds a kernel by its module and name."""
+    found = getattr(sys.modules.get(function.__module__), function.__name__, None)
+    return getattr(found, "py_func", None) is function
+
+
+def _compiled_elsewhere(
+    function: Callable[..., object], sig: object, load: Callable[[], object]
+) -> object:
+    """Let a child compile a kernel and keep it, and load that; None where it does not work."""
+    alone = _alone.is_set() or "MEGATRAIN_COMPILES" in os.environ
+    if alone or not sys.executable or not _is_importable(function):
+        return None
+    compiling_once(function)
+    dumps = _numba("core.serialize").dumps
+    environment = {**os.environ, "MEGATRAIN_COMPILES": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)  # "" is where it is as well
+    try:
+        subprocess.run(
+            [sys.executable, "-c", _CHILD],
+            input=dumps((function.__module__, function.__name__, sig)),
+            env=environment,
+            capture_output=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        logger.debug("no process of its own compiles: %r", error)
+    found = load()
+    if found is None:
+        _alone.set()
+    return found
+
+
+def compile_here() -> None:
+    """Compile the kernel that stdin names, for the process that wrote it there, and keep it."""
+    module, name, sig = pickle.load(sys.stdin.buffer)  # from our own parent
+    getattr(import_module(module), name).compile(sig)
 
 
 @contextmanager
@@ -156,24 +218,17 @@ def _source_digest() -> str:
 
 @cache
 def _listen() -> None:
-    """Call `compiling` whenever numba starts on a kernel of this package."""
+    """Call `compiling_once` whenever numba starts on a kernel of this package."""
     events = _numba("core.event")
     base: Any = events.Listener
 
     class Compilations(base):  # type: ignore[misc]
         depth = 0  # kernels inside kernels are one compilation to a person
 
-        def __init__(self) -> None:
-            self.told: WeakSet[Any] = WeakSet()
-
         def on_start(self, event: Any) -> None:
-            dispatcher = event.data["dispatcher"]
-            function = dispatcher.py_func
-            ours = function.__module__.startswith("megatrain_nb.")
-            # One that compiles again for other types says nothing new.
-            if self.depth == 0 and ours and dispatcher not in self.told:
-                self.told.add(dispatcher)
-                compiling(f"{function.__name__} kernel")
+            function = event.data["dispatcher"].py_func
+            if self.depth == 0 and function.__module__.startswith("megatrain_nb."):
+                compiling_once(function)
             self.depth += 1
 
         def on_end(self, event: Any) -> None:

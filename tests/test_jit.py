@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -130,6 +131,76 @@ def test_an_unusable_cache_directory_falls_back(
     module = load()
     assert run(module) == 14
     assert str(tmp_path / "file") not in module.square_sum.stats.cache_path
+
+
+IN_A_CHILD = """
+import sys
+import numpy as np
+from megatrain_nb import jit
+from megatrain_nb.optim.kernels import all_finite
+
+here, told = [], []
+jit.on_compile.append(told.append)
+listen = jit._numba("core.event")
+
+class Here(listen.Listener):
+    def on_start(self, event):
+        here.append(event)
+    def on_end(self, event):
+        pass
+
+listen.register("numba:compile", Here())
+for command in sys.argv[1:]:
+    jit._CHILD = command
+assert all_finite(np.zeros(4, np.float32))
+assert not all_finite(np.array([1.0, np.nan], np.float32))
+assert len(told) == 1, told
+print(len(here) > 0)
+"""
+
+
+def in_new_process(tmp_path: Path, *arguments: str, **more: str) -> str:
+    """Return what a process says that starts with an empty cache: whether it compiled anything itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_CHILD, *arguments],
+        cwd=Path(__file__).parents[1],
+        env=os.environ | {"MEGATRAIN_CACHE_DIR": str(tmp_path / "cache")} | more,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+@compiled_only
+def test_a_child_compiles(tmp_path: Path) -> None:
+    """What it takes leaves with it: LLVM keeps hundreds of megabytes."""
+    assert in_new_process(tmp_path) == "False"
+    assert list((tmp_path / "cache").rglob("*.nbc"))
+
+
+@compiled_only
+@pytest.mark.parametrize("command", ["raise ValueError", "import os; os._exit(0)"])
+def test_a_child_that_fails_costs_only_time(tmp_path: Path, command: str) -> None:
+    assert in_new_process(tmp_path, command) == "True"
+
+
+@compiled_only
+def test_a_child_compiles_itself(tmp_path: Path) -> None:
+    assert in_new_process(tmp_path, MEGATRAIN_COMPILES="1") == "True"
+
+
+@compiled_only
+def test_an_interpreter_that_cannot_start_another(
+    monkeypatch: pytest.MonkeyPatch, load: Load
+) -> None:
+    module = load()
+    monkeypatch.setitem(sys.modules, "megatrain_nb.fake", module)
+    for executable in ("", str(Path(__file__).parent / "nothing")):
+        monkeypatch.setattr(sys, "executable", executable)
+        monkeypatch.setattr(jit, "_alone", threading.Event())
+        kernel = module.square_sum.py_func
+        assert jit._compiled_elsewhere(kernel, None, lambda: None) is None
 
 
 @compiled_only

@@ -22,7 +22,6 @@ def load_code(compression: Compression | None = None, *, packing: bool = False) 
     split.warm_up()
     gradient.warm_up()
     for codec in () if compression is None else compression.codecs():
-        encoded.warm_up(codec)
-        encoded.warm_up(codec, split=True)
+        encoded.warm_up(codec)  # of split weights as they come: ten seconds more, once
     if packing:
         chunks.warm_up()
