@@ -25,11 +25,12 @@ from megatrain_nb.notebook.pictures import (
     strip,
     strip_cells,
 )
-from megatrain_nb.notebook.render import page
+from megatrain_nb.notebook.render import page, text_line
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.plan.history import StepRow
 from megatrain_nb.plan.layout import Layout, PieceLayout
 from megatrain_nb.runtime.residency import Now
+from megatrain_nb.runtime.status import TierStatus
 from tests.notebook.test_render import FULL, parse, text_of
 
 ON_DISK = 1
@@ -269,3 +270,12 @@ def test_waiting_for_the_link_is_shown_where_there_is_one() -> None:
     row = StepRow(step=1, seconds={"compute": 1.0, "link": 3.0})
     shown = text_of(page(replace(FULL, rows=[row])))
     assert "waiting for the link 3.00 s 75%" in shown
+
+
+def test_the_planned_peak_stands_beside_the_measured_one() -> None:
+    layout = replace(make_layout(), planned_peaks={"ram": 700})
+    tiers = {"ram": TierStatus(500, 800, 1000), "disk": TierStatus(1, 2, None)}
+    snap = replace(FULL, layout=layout, tiers=tiers)
+    for shown in (text_of(page(snap)), text_line(snap)):
+        assert "peak 800 B, plan 700 B, budget 1.00 kB" in shown
+        assert "peak 2 B, no limit" in shown
