@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from megatrain_nb.plan.activation import block_work
+from megatrain_nb.plan.activation import block_work, kept_bytes
+from megatrain_nb.plan.memory import working_bytes
 from megatrain_nb.plan.own import kept_by_block
 from megatrain_nb.plan.packing import IO_THREADS
 from megatrain_nb.plan.reserve import large_bytes
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 # On a CPU: what a call costs however few tokens it has (Python, torch's dispatch). Measured (docs/forecast.md).
 _FORWARD_CALL_S, _BACKWARD_CALL_S = 1.5e-3, 3.5e-3
 
+# Pages of 4 KiB that the heap gives back and gets again, in bytes per second: 0.4 and 2.0 us each, measured.
+_HEAP_BYTES_PER_S = 1.7e9
+
 
 class ModelWork:
     """How long each block of a model computes.
@@ -40,7 +44,9 @@ class ModelWork:
         self._parts = [part for _, part in shape.blocks()]
         self._by_part = {id(part): self._measure(part) for part in shape.parts}
 
-    def times(self, kept: frozenset[int], *, lost_s: float = 0.0) -> list[BlockTimes]:
+    def times(
+        self, kept: frozenset[int], *, lost_s: float = 0.0, full: bool = False
+    ) -> list[BlockTimes]:
         """Return the seconds of each block for a whole window.
 
         Parameters
@@ -50,11 +56,15 @@ class ModelWork:
             the last block, which turns while it is loaded.
         lost_s
             What moving bytes takes of the step from the cores that the blocks compute on.
+        full
+            The budget has no room for what waits in the heap: each backward gives it back, and gets it again.
         """
         last = len(self._parts) - 1
         found = []
         for index, part in enumerate(self._parts):
             forward, again, backward = self._by_part[id(part)]
+            if full:
+                backward += self._freed_bytes(part) / _HEAP_BYTES_PER_S
             again = 0.0 if index in kept or index == last else again
             found.append(BlockTimes(forward, again, backward))
         if not lost_s:
@@ -92,7 +102,7 @@ class ModelWork:
             # Who packs takes a core for longer: the others wait for its share of a product. Measured on two cores.
             together = max(1, min(IO_THREADS, machine.cores) // 2)
             lost_s = moved_s / machine.cores + traffic.packing_cpu_s / together
-        times = self.times(kept, lost_s=lost_s)
+        times = self.times(kept, lost_s=lost_s, full=self._is_full(spec, residency))
         return Simulation(
             spec,
             residency,
@@ -118,6 +128,33 @@ class ModelWork:
                 found[block] = max(0, size - own)
                 own = max(0, own - size)
         return found
+
+    def _is_full(self, spec: ModelSpec, residency: Residency) -> bool:
+        """Whether the budget has not even room for what blocks may take beside what must stream."""
+        choices = self._choices
+        needed = (
+            working_bytes(spec) + choices.packing_bytes + residency.activation_bytes
+        )
+        limit = choices.max_ram_bytes or self._machine.ram_bytes
+        return self._machine.in_place and bool(residency.disk_bytes) and needed >= limit
+
+    def _freed_bytes(self, part: Part) -> int:
+        """Return what a block's backward frees in the heap: what it kept, and gradients that are not large."""
+        choices = self._choices
+        kept = kept_bytes(self._shape, part, choices.window, bf16=choices.bf16)
+        return kept + sum(s for s in self._gradients(part) if s < self._large_bytes)
+
+    @property
+    def _large_bytes(self) -> int:
+        return large_bytes(self._choices.max_ram_bytes or self._machine.ram_bytes)
+
+    def _gradients(self, part: Part) -> list[int]:
+        """Return the bytes of each gradient as a backward makes it."""
+        dims, width = self._shape.dims, 2 if self._choices.bf16 else 4
+        sizes = [math.prod(size) for _, size in part.params]
+        if part.kind == "head" and not sizes:  # that of the tied embedding
+            sizes = [dims.vocabulary * dims.hidden]
+        return [width * size for size in sizes]
 
     def _measure(self, part: Part) -> tuple[float, float, float]:
         """Return the seconds of forward, of what is computed again, and of backward for a whole window."""
@@ -151,15 +188,10 @@ class ModelWork:
 
     def _fresh_bytes(self, part: Part) -> tuple[int, int]:
         """Return the bytes of large tensors, which the system gives anew: of logits in each way, and of gradients."""
-        dims, choices = self._shape.dims, self._choices
-        large = large_bytes(choices.max_ram_bytes or self._machine.ram_bytes)
-        sizes = [math.prod(size) for _, size in part.params]
-        logits = 0
+        large, logits = self._large_bytes, 0
         if part.kind == "head":
-            sizes += [dims.vocabulary * dims.hidden] if not sizes else []
-            logits = choices.window.rows * dims.vocabulary * 4
-        width = 2 if choices.bf16 else 4
-        gradients = [width * size for size in sizes if width * size >= large]
+            logits = self._choices.window.rows * self._shape.dims.vocabulary * 4
+        gradients = [size for size in self._gradients(part) if size >= large]
         # Two of the four copies in cross-entropy are made in its forward.
         return 2 * logits if logits >= large else 0, sum(gradients)
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from megatrain_nb.plan import catalogue
-from megatrain_nb.plan.activation import Window, block_work
-from megatrain_nb.plan.choices import Choices
+from megatrain_nb.plan.activation import Window, block_work, kept_bytes
+from megatrain_nb.plan.choices import Choices, spec_of
 from megatrain_nb.plan.machine import nominal
+from megatrain_nb.plan.memory import plan_residency, working_bytes
 from megatrain_nb.plan.work import ModelWork
 
 if TYPE_CHECKING:
@@ -57,3 +58,33 @@ def test_only_experts_have_few_rows() -> None:
     attention = 2 * dims.hidden * (dims.query + dims.key) + dims.experts * dims.hidden
     scores = 4.0 * WINDOW.rows * WINDOW.seq_len * dims.query
     assert dense == 2.0 * WINDOW.rows * attention + scores
+
+
+def test_a_full_budget_pays_for_what_the_heap_gives_back() -> None:
+    """Each block's gradients and what it kept come again page by page; nothing does where there is room."""
+    shape = catalogue.model("smollm2-135m")
+    machine = replace(MACHINE, read_bytes_per_s=1e12, write_bytes_per_s=1e12)
+    window = Window(batch=1, seq_len=128, accumulation=2)
+    choices = Choices(window=window, max_ram_bytes=700_000_000)
+    work, spec = ModelWork(shape, machine, choices), spec_of(shape, choices)
+    left = 700_000_000 - working_bytes(spec)
+    layer = layer_of(shape)
+    freed = kept_bytes(shape, layer, window, bf16=False) + 4 * layer.numel
+    index = next(i for i, (_, part) in enumerate(shape.blocks()) if part is layer)
+    nothing = frozenset[int]()
+    more = work.times(nothing, full=True)[index], work.times(nothing)[index]
+    assert more[0].backward_s - more[1].backward_s == pytest.approx(freed / 1.7e9)
+    assert more[0].forward_s == more[1].forward_s
+    seconds = []
+    for aside in (left, left - 1):
+        residency = plan_residency(
+            spec, limit_bytes=700_000_000, activation_bytes=aside
+        )
+        order = range(len(spec.blocks))
+        trained = frozenset(range(len(spec.packs)))
+        found = work.simulate(spec, residency, order, kept=nothing, trained=trained)
+        seconds.append(found.busy_s["compute"])
+    lost = sum(a.total_s for a in work.times(nothing, full=True)) - sum(
+        b.total_s for b in work.times(nothing)
+    )
+    assert seconds[0] - seconds[1] == pytest.approx(lost, rel=0.01)
