@@ -37,7 +37,7 @@ _LEAST_SPREAD_BYTES = 16_000_000
 
 # Each logit tensor in the heap is freed among smaller ones, and the next does not fit into what those leave. Found in the
 # heap at the turn: 118 MB free beside four of 16 MB.
-_TORN = 1.5
+_TORN = 2.0
 
 # Freed memory between tensors that are kept waits in the heap: half of them, where they are small and few; of more
 # and larger ones the system takes it back (`megatrain_nb.runtime.heap`). Measured, as above.

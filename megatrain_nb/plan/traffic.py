@@ -154,8 +154,11 @@ def early_gradients(
     )
     while early and needed > residency.working_bytes > 0:
         pack = early.pop()
-        if pack not in residency.grads:
-            needed -= spec.packs[pack].grad_bytes
+        needed -= sum(  # without its gradient an update cannot begin, and nothing is read for it
+            spec.packs[pack].num_bytes(piece)
+            for piece in ("grads", "states")
+            if pack not in stays[piece]
+        )
     return frozenset(early)
 
 

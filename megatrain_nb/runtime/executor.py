@@ -392,7 +392,11 @@ class Executor:
         # In a plain loop the last block does not turn while it is loaded, so it is the first one of backward.
         near = list(islice(order, NUM_FIRST if forward else NUM_FIRST + 1))
         keep = self.layers.spec.pack_indices([*near, *self._predictor.instead()])
-        self._settle_unneeded(keep, stale=False)
+        # What the last block shares with the first, as tied weights, need not be read again at the end of backward.
+        soon = set(self._soon(wanted.kind)).difference(keep)
+        for pack in soon.intersection(self._loaded):
+            self.unload(pack, keep=True, stay=pack in self.stay)
+        self._settle_unneeded(soon.union(keep), stale=False)
         return self._schedule(chain(near, order), wanted.kind)
 
     def _schedule(self, order: Iterable[int], kind: Kind) -> Iterator[Action]:

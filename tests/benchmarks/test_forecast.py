@@ -46,7 +46,7 @@ class Case:
     moments: bool | str = False
     weights: bool | str = False
     warm_up: int = 5
-    steps: int = 5
+    steps: int = 9
 
 
 def _case(

@@ -194,6 +194,19 @@ def test_a_step_moves_what_the_plan_says(
         assert 0 < results[-1].share_of_bound <= 1
 
 
+def test_tied_weights_are_read_once_a_step(tmp_path: Path) -> None:
+    """By the head: they stay from the step before for the embedding, and from the head to the end of backward."""
+    records = Records()
+    with opened(tmp_path) as session:
+        session.max_resident_bytes = 0
+        model, optimizer = wrapped(seeded(lambda: TinyLM(tied=True)))
+        session.callbacks.append(records)
+        for step in range(12):
+            window_step(model, optimizer, step)
+    read = [name for name in records.names("READ") if name.startswith("0/weights/0/")]
+    assert 12 <= len(read) <= 14  # and once before the first
+
+
 def test_memory_goes_back_after_the_last_step(tmp_path: Path) -> None:
     with opened(tmp_path) as session:
         model, optimizer = wrapped(seeded(TinyLM))
