@@ -11,6 +11,7 @@ import stat
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from megatrain_nb.errors import SessionError, StoreError
 from megatrain_nb.store.checkpoint import read_checkpoints, sweep
@@ -48,7 +49,8 @@ class OwnerLock:
     Notes
     -----
     The lock is the kernel's (``flock``), so it cannot outlive its process; the file
-    only says who owns it. A forked child keeps it as long as the child lives.
+    only says who owns it. A forked child owns nothing: it would keep the lock beyond its
+    parent's death, as a data loader's workers live on for seconds when their parent is killed.
     """
 
     took_over: bool
@@ -67,6 +69,7 @@ class OwnerLock:
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+        _held.add(self)
         # Never empty in between: an empty file would not say that somebody died here.
         os.pwrite(self._fd, json.dumps(self._owner).encode().ljust(_NOTE_BYTES), 0)
         os.ftruncate(self._fd, _NOTE_BYTES)
@@ -98,6 +101,12 @@ class OwnerLock:
             os.pwrite(fd, self._before, 0)
             os.close(fd)
 
+    def let_go(self) -> None:
+        """Close the file and change nothing: this is a forked child, and the lock is its parent's."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def _acquire(self) -> int:
         while True:
             fd = _open_lock(self.path)
@@ -117,6 +126,17 @@ class OwnerLock:
                 )
                 raise StoreError(msg) from error
             os.close(fd)
+
+
+_held: WeakSet[OwnerLock] = WeakSet()
+
+
+def _let_go_of_all() -> None:
+    for lock in list(_held):
+        lock.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def reclaim(directory: Path) -> int:

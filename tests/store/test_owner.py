@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,22 @@ from pathlib import Path
 from megatrain_nb.store.owner import OwnerLock
 lock = OwnerLock(Path(sys.argv[1]))
 print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+# As a data loader's worker does, which looks every few seconds whether its parent lives.
+HOLD_WITH_A_WORKER = """
+import os, sys, time
+from pathlib import Path
+from megatrain_nb.store.owner import OwnerLock
+lock = OwnerLock(Path(sys.argv[1]))
+worker = os.fork()
+if not worker:
+    lock.release()  # of no effect: the directory is the parent's
+    time.sleep(120)
+    os._exit(0)
+print(worker, flush=True)
 sys.stdin.read()
 """
 
@@ -58,6 +76,28 @@ def test_another_process_is_named_and_its_death_frees_the_directory(
     lock = OwnerLock(tmp_path)
     assert lock.took_over
     lock.release()
+
+
+def test_a_worker_that_lives_on_holds_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD_WITH_A_WORKER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        worker = int(owner.stdout.readline())
+        try:
+            time.sleep(0.2)  # the worker has begun
+            assert (tmp_path / "owner.lock").exists()
+            with pytest.raises(SessionError, match=f"process {owner.pid} on "):
+                OwnerLock(tmp_path)
+            owner.kill()
+            owner.wait()
+            os.kill(worker, 0)
+            lock = OwnerLock(tmp_path)
+            assert lock.took_over
+            lock.release()
+        finally:
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_release_leaves_the_lock_of_a_successor_alone(tmp_path: Path) -> None:
