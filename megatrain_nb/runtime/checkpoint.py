@@ -374,13 +374,6 @@ class Checkpoints:
         objects: dict[str, Any],
         checkpoint: Checkpoint,
     ) -> None:
-        for model, state in zip(models, states, strict=True):
-            if state.get("groups") is not None and model.optimizer is None:
-                msg = (
-                    f"{checkpoint!r} holds the state of an optimizer; make it first (mt.wrap, mt.Trainer), or take "
-                    "the weights alone with weights_only=True"
-                )
-                raise ModelError(msg)
         missing = sorted(objects.keys() - self.objects.keys())
         if TRAINER in missing:
             msg = (
@@ -388,6 +381,13 @@ class Checkpoints:
                 "trainer.train(resume_from_checkpoint=True), or take the weights alone with weights_only=True"
             )
             raise ArgumentError(msg)
+        for model, state in zip(models, states, strict=True):
+            if state.get("groups") is not None and model.optimizer is None:
+                msg = (
+                    f"{checkpoint!r} holds the state of an optimizer; make it first (mt.wrap, mt.Trainer), or take "
+                    "the weights alone with weights_only=True"
+                )
+                raise ModelError(msg)
         if missing:
             msg = (
                 f"{checkpoint!r} holds the state of {', '.join(missing)}; register what it belongs to before: "
