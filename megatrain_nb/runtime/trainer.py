@@ -504,6 +504,8 @@ class _Reports(transformers.TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
+        if args.save_strategy != SaveStrategy.NO or self._trainer.session.crash_safe:
+            self._trainer.session.saved.check_room()
         self._trainer._progress.begin()
         self._trainer.session.controls.usual_logging_steps = state.logging_steps
         self._trainer.session.saved.num_steps = state.max_steps

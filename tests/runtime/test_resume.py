@@ -421,6 +421,31 @@ def test_early_stopping_goes_on_counting(tmp_path: Path) -> None:
         assert trainer.state.global_step == 4
 
 
+@pytest.mark.parametrize("why", ["save_strategy", "crash_safe"])
+def test_a_disk_that_could_not_hold_a_checkpoint(tmp_path: Path, why: str) -> None:
+    """That is said before the first step, not at the first save hours later."""
+    with opened(tmp_path / "s", "disk") as session:
+        trainer = made(tmp_path / "a", make_model("llama"), args={"max_steps": 2})
+        trainer.train()
+        whole, most = session.checkpoints()[-1].num_bytes, session.store.peak_bytes
+    given: dict[str, Any] = {"max_disk_gb": 1.9 * whole / 1e9}
+    given |= {"crash_safe": "step"} if why == "crash_safe" else {}
+    args = {"save_strategy": "no"} if why == "crash_safe" else {}
+    with opened(tmp_path / "t", "disk", **given) as session:
+        trainer = made(tmp_path / "b", make_model("llama"), args=args)
+        with pytest.raises(mt.BudgetError, match="would end at its first save"):
+            trainer.train()
+        assert session.last_step is None
+        session.crash_safe = None
+        trainer = made(
+            tmp_path / "b", make_model("llama"), args={"save_strategy": "no"}
+        )
+        trainer.train()
+    with opened(tmp_path / "u", "disk", max_disk_gb=1.02 * most / 1e9) as session:
+        made(tmp_path / "c", make_model("llama"), args={"max_steps": 2}).train()
+        assert names(session) == ["checkpoint-2"]
+
+
 @pytest.mark.parametrize("how", ["opened", "imported", "named anew", "as an object"])
 def test_one_portable_folder_is_all_that_a_run_needs(tmp_path: Path, how: str) -> None:
     """On another machine there is neither the offload directory nor ``output_dir`` of before."""
@@ -459,7 +484,7 @@ def test_one_portable_folder_is_all_that_a_run_needs(tmp_path: Path, how: str) -
         assert history(trainer)[:-1] == history(whole)[:-1]
         assert names(session)[-2:] == ["checkpoint-8", "checkpoint-10"]
         session.remove_checkpoint(held.name)
-        with pytest.raises(mt.ArgumentError, match="no checkpoint .*; there: "):
+        with pytest.raises(mt.ArgumentError, match=r"no checkpoint .*; there: "):
             trainer.train(resume_from_checkpoint=held)
 
 
@@ -475,7 +500,9 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
                 mt.ArgumentError, match=r"not a checkpoint of mt\.Train"
             ):
                 trainer.train(resume_from_checkpoint=wanted)
-        with pytest.raises(mt.ArgumentError, match="missing' is neither .*there: none"):
+        with pytest.raises(
+            mt.ArgumentError, match=r"missing' is neither .*there: none"
+        ):
             trainer.train(resume_from_checkpoint=tmp_path / "missing")
         with pytest.raises(mt.ArgumentError, match=r"neither True, nor .*checkpoints"):
             trainer.train(resume_from_checkpoint=3)
