@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.trainer_utils import SaveStrategy
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.runs import folder_of, read_reference, to_remove
@@ -428,22 +429,27 @@ def test_a_disk_that_could_not_hold_a_checkpoint(tmp_path: Path, why: str) -> No
         trainer = made(tmp_path / "a", make_model("llama"), args={"max_steps": 2})
         trainer.train()
         whole, most = session.checkpoints()[-1].num_bytes, session.store.peak_bytes
-    given: dict[str, Any] = {"max_disk_gb": 1.9 * whole / 1e9}
-    given |= {"crash_safe": "step"} if why == "crash_safe" else {}
-    args = {"save_strategy": "no"} if why == "crash_safe" else {}
-    with opened(tmp_path / "t", "disk", **given) as session:
-        trainer = made(tmp_path / "b", make_model("llama"), args=args)
+
+    def on_disk(path: Path, max_disk_bytes: float, crash_safe: str | None) -> Any:
+        session = mt.init(path, max_ram_gb=2.0, max_disk_gb=max_disk_bytes / 1e9, crash_safe=crash_safe)  # fmt: skip
+        session.max_resident_bytes = 0
+        return session
+
+    args = {"max_steps": 2}
+    without = args | {"save_strategy": "no"}
+    crash_safe = "step" if why == "crash_safe" else None
+    with on_disk(tmp_path / "t", 1.9 * whole, crash_safe) as session:
+        asking = without if crash_safe else args
+        trainer = made(tmp_path / "b", make_model("llama"), args=asking)
         with pytest.raises(mt.BudgetError, match="would end at its first save"):
             trainer.train()
         assert session.last_step is None
         session.crash_safe = None
-        trainer = made(
-            tmp_path / "b", make_model("llama"), args={"save_strategy": "no"}
-        )
+        trainer.args.save_strategy = SaveStrategy.NO
         trainer.train()
-    with opened(tmp_path / "u", "disk", max_disk_gb=1.02 * most / 1e9) as session:
-        made(tmp_path / "c", make_model("llama"), args={"max_steps": 2}).train()
-        assert names(session) == ["checkpoint-2"]
+    with on_disk(tmp_path / "u", 1.02 * most, crash_safe) as session:
+        made(tmp_path / "c", make_model("llama"), args=args).train()
+        assert "checkpoint-2" in names(session)
 
 
 @pytest.mark.parametrize("how", ["opened", "imported", "named anew", "as an object"])
