@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from IPython.core.error import UsageError
 from IPython.core.magic import (
@@ -24,6 +24,7 @@ from megatrain_nb.notebook.body import Body
 from megatrain_nb.notebook.cell import Run
 from megatrain_nb.notebook.parser import (
     NO_SESSION,
+    NO_SESSION_NOW,
     HelpAsked,
     overview,
     parse_cell_line,
@@ -210,10 +211,10 @@ class MegatrainMagics(Magics):
         self._shell.db[_LAST_INITS] = dict(list(asked.items())[-_MOST_NOTEBOOKS:])
 
     def _status(self, _args: Namespace) -> object:
-        return _open_session().status()
+        return self._open_session().status()
 
     def _checkpoints(self, _args: Namespace) -> object:
-        session = _open_session()
+        session = self._open_session()
         return session.checkpoints() or _Empty(
             f"no checkpoint in {session.preflight.path}; session.save_checkpoint() takes one, and mt.Trainer does with "
             "save_strategy='steps'"
@@ -223,10 +224,9 @@ class MegatrainMagics(Magics):
         session = current_session()
         if session is not None:
             return session.resume(args.name, weights_only=args.weights_only)
-        asked = self._shell.db.get(_LAST_INITS, {})
-        if not asked:
+        options = self._last_init()
+        if options is None:
             raise UsageError(NO_SESSION)
-        options = asked.get(_notebook()) or [*asked.values()][-1]
         if not Path(options["offload_dir"]).is_dir():
             msg = (
                 f"the directory of the last %megatrain init, {options['offload_dir']}, is not there any more; "
@@ -246,9 +246,25 @@ class MegatrainMagics(Magics):
         return session
 
     def _clean(self, args: Namespace) -> object:
-        return mt.cleanup(
-            args.offload_dir, checkpoints=args.checkpoints, remove=args.remove
-        )
+        directory = args.offload_dir
+        if directory is None:
+            last = self._last_init()
+            if args.remove or last is None:
+                msg = "say which directory: %megatrain clean --offload-dir DIR"
+                raise UsageError(msg)
+            directory = last["offload_dir"]
+        return mt.cleanup(directory, checkpoints=args.checkpoints, remove=args.remove)
+
+    def _last_init(self) -> dict[str, Any] | None:
+        """Return what this notebook asked of the last session, or what another one did."""
+        asked: dict[str, dict[str, Any]] = self._shell.db.get(_LAST_INITS, {})
+        return asked.get(_notebook()) or next(reversed(asked.values()), None)
+
+    def _open_session(self) -> Session:
+        session = current_session()
+        if session is None:
+            raise UsageError(NO_SESSION_NOW if self._last_init() else NO_SESSION)
+        return session
 
     def _probe(self, args: Namespace) -> object:
         return mt.probe(refresh=args.refresh)
@@ -278,13 +294,6 @@ MegatrainMagics.megatrain.__doc__ = overview()
 def _notebook() -> str:
     """Return which notebook this kernel is of, as Jupyter's server says; empty where nobody says."""
     return os.environ.get("JPY_SESSION_NAME", "")
-
-
-def _open_session() -> Session:
-    session = current_session()
-    if session is None:
-        raise UsageError(NO_SESSION)
-    return session
 
 
 def _helped(call: Callable[[], Result]) -> Result | None:

@@ -14,6 +14,7 @@ from megatrain_nb.errors import ArgumentError
 from megatrain_nb.units import parse_size
 
 NO_SESSION = "no session is open; open one: %megatrain init --offload-dir DIR"
+NO_SESSION_NOW = f"{NO_SESSION}, or the last one again: %megatrain resume"
 
 # What --crash-safe takes; None of mt.init is to leave it out.
 CRASH_SAFE = ["step"]
@@ -225,7 +226,11 @@ def _commands() -> dict[str, _Parser]:
         description="show what was left in a directory that no session uses, or remove it",
         epilog="Only files of this package go. Without --remove nothing is touched.",
     )
-    clean.add_argument("--offload-dir", required=True, metavar="DIR", help="which one")
+    clean.add_argument(
+        "--offload-dir",
+        metavar="DIR",
+        help="which one; to look at: if left out, that of the last %%megatrain init",
+    )
     clean.add_argument(
         "--checkpoints", action="store_true", help="checkpoints go as well"
     )

@@ -36,6 +36,10 @@ class Scalars(NamedTuple):
     eps: np.float32
 
 
+# What an update computes with has to be an fp32 number.
+_MOST = float(np.finfo(np.float32).max)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdamWConfig:
     """Hyper-parameters of AdamW, or of Adam with ``decoupled=False``.
@@ -66,14 +70,21 @@ class AdamWConfig:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
-            if not (_is_number(value) and 0 <= value < math.inf):
-                msg = f"{name}={value!r} is not usable; give a finite number >= 0"
+            if not (_is_number(value) and 0 <= value <= _MOST):
+                msg = f"{name}={value!r} is not usable; give a finite number >= 0 (at most {_MOST:.3g})"
                 raise ArgumentError(msg)
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             if not (_is_number(value) and 0 <= value < 1):
                 msg = f"{name}={value!r} is not usable; give a number in [0, 1)"
                 raise ArgumentError(msg)
+        # The largest numbers that an update makes of them, in any step.
+        if max(self.lr / (1 - self.beta1), self.lr * self.weight_decay) > _MOST:
+            msg = (
+                f"lr={self.lr!r} is not usable with beta1={self.beta1!r} and weight_decay={self.weight_decay!r}: the "
+                "update's numbers would not be fp32; give a smaller one"
+            )
+            raise ArgumentError(msg)
 
     def scalars(self, step: int, grad_scale: float = 1.0) -> Scalars:
         """Return the kernel's numbers for the step-th update.

@@ -38,6 +38,7 @@ from megatrain_nb.runtime.otherstate import (
     set_random_state,
     state_of_object,
 )
+from megatrain_nb.runtime.piece import What
 from megatrain_nb.runtime.runs import TRAINER
 from megatrain_nb.runtime.saved import Saved, read_state
 from megatrain_nb.runtime.statecheck import check_same, check_state, check_weights
@@ -234,10 +235,7 @@ class Checkpoints:
             if not model.pager.is_blank(piece.pack.index, piece.what)
         )
         gone = {each.manifest for each in removing}
-        after = whole + store.pinned_bytes(without=gone)
-        for model in models:
-            disk = model.memory.residency.disk_bytes
-            after += disk and disk + written_bytes(model.layers.spec)
+        after = whole + store.pinned_bytes(without=gone) + _next_step_bytes(models)
         needed = max(store.used_bytes + now, after)
         if needed > store.capacity_bytes:
             kept = len(self._all) - len(removing)
@@ -250,6 +248,27 @@ class Checkpoints:
             raise BudgetError(msg)
         for pager, piece in unsaved:
             pager.flush(piece)
+
+    def check_room(self) -> None:
+        """Look, before a run that will take checkpoints, whether the disk could ever hold one and the step after it.
+
+        Raises
+        ------
+        BudgetError
+            It could not, whatever else is removed.
+        """
+        models = self._session.models.usable()
+        whole = sum(_whole_bytes(model) for model in models)
+        needed = whole + _next_step_bytes(models)
+        allowed = self._session.store.capacity_bytes
+        if needed > allowed:
+            msg = (
+                f"a checkpoint keeps {format_bytes(whole)} on disk as they are, and the next step writes them anew: "
+                f"{format_bytes(needed)} are needed for one, and max_disk_gb or the free space allow "
+                f"{format_bytes(allowed)}, so that this run would end at its first save. Raise max_disk_gb, free some "
+                'space, or train without checkpoints: save_strategy="no", and no crash_safe'
+            )
+            raise BudgetError(msg)
 
     def _pin(
         self,
@@ -374,13 +393,6 @@ class Checkpoints:
         objects: dict[str, Any],
         checkpoint: Checkpoint,
     ) -> None:
-        for model, state in zip(models, states, strict=True):
-            if state.get("groups") is not None and model.optimizer is None:
-                msg = (
-                    f"{checkpoint!r} holds the state of an optimizer; make it first (mt.wrap, mt.Trainer), or take "
-                    "the weights alone with weights_only=True"
-                )
-                raise ModelError(msg)
         missing = sorted(objects.keys() - self.objects.keys())
         if TRAINER in missing:
             msg = (
@@ -388,6 +400,13 @@ class Checkpoints:
                 "trainer.train(resume_from_checkpoint=True), or take the weights alone with weights_only=True"
             )
             raise ArgumentError(msg)
+        for model, state in zip(models, states, strict=True):
+            if state.get("groups") is not None and model.optimizer is None:
+                msg = (
+                    f"{checkpoint!r} holds the state of an optimizer; make it first (mt.wrap, mt.Trainer), or take "
+                    "the weights alone with weights_only=True"
+                )
+                raise ModelError(msg)
         if missing:
             msg = (
                 f"{checkpoint!r} holds the state of {', '.join(missing)}; register what it belongs to before: "
@@ -429,6 +448,29 @@ class Checkpoints:
         for each in same:
             self.remove(each)
         return checkpoint
+
+
+def _whole_bytes(model: OffloadedModel) -> int:
+    """Return what a checkpoint of a model holds on disk once all its trained parameters were updated."""
+    trained = {
+        home.pack.index
+        for param, home in model.layers.homes.items()
+        if param.requires_grad
+    }
+    return sum(
+        round_up(piece.num_bytes)
+        for piece in model.pager.kept_pieces()
+        if piece.what is What.WEIGHTS or piece.pack.index in trained
+    )
+
+
+def _next_step_bytes(models: Sequence[OffloadedModel]) -> int:
+    """Return what steps take of the disk beside what is pinned."""
+    total = 0
+    for model in models:
+        disk = model.memory.residency.disk_bytes
+        total += disk and disk + written_bytes(model.layers.spec)
+    return total
 
 
 def check_between_steps(model: OffloadedModel) -> None:

@@ -391,17 +391,17 @@ def _place(fields: dict[str, Any], path: Path, sizes: dict[str, int]) -> _Storag
         msg = f"a file is called {str(name)[:80]!r}"
         raise ValueError(msg)
     if name not in sizes:
-        status = (path / name).lstat()
+        try:
+            status = (path / name).lstat()
+        except FileNotFoundError:
+            _refuse(path, f"{name} is missing; bring the whole folder over")
         if not stat.S_ISREG(status.st_mode):
             msg = f"{name} is not a regular file"
             raise ValueError(msg)
         sizes[name] = status.st_size
     offset, length = _count(fields["offset"]), _count(fields["length"])
     if not 0 < length <= sizes[name] - offset:
-        msg = (
-            f"a chunk ends at byte {offset + length} of {name}, which has {sizes[name]}"
-        )
-        raise ValueError(msg)
+        _refuse(path, f"{name} is cut short, or {METADATA_NAME} is damaged: a chunk ends at its byte {offset + length}, and it has {sizes[name]}")  # fmt: skip
     return _StorageInfo(name, offset, length)
 
 

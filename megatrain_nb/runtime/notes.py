@@ -83,7 +83,7 @@ def describe_found(found: Sequence[Checkpoint], left_at_step: int | None) -> str
     count = "a checkpoint" if len(found) == 1 else f"{len(found)} checkpoints, the last"
     lost = (left_at_step or 0) - last.step
     after = (
-        f"; the process that died here had done {lost} more {'step' if lost == 1 else 'steps'}, which are lost"
+        f"; the process that died here had done {lost} more {'step, which is' if lost == 1 else 'steps, which are'} lost"
         if lost > 0
         else ""
     )

@@ -42,6 +42,7 @@ from megatrain_nb.runtime.runs import (
 from megatrain_nb.runtime.tokens import valid_tokens
 from megatrain_nb.runtime.trainerstate import Progress, state_in
 from megatrain_nb.runtime.wrap import run_window
+from megatrain_nb.store.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -240,7 +241,9 @@ class Trainer(transformers.Trainer):
         Parameters
         ----------
         resume_from_checkpoint
-            True: the last checkpoint in ``output_dir``. A folder: that one. None or False: begin.
+            True: the last checkpoint in ``output_dir``. A folder ``checkpoint-N``: that one. One of
+            ``session.checkpoints()``, or its name: that one, also where it came from elsewhere without such a folder. None
+            or False: begin.
         *args, **kwargs
             As for transformers.
 
@@ -387,25 +390,35 @@ class Trainer(transformers.Trainer):
 
     def _find_checkpoint(self, wanted: Any) -> str:
         """Return the name of the checkpoint that ``resume_from_checkpoint`` means."""
+        every = [each.name for each in self.session.checkpoints()]
         if wanted is True:
             run = self._run_directory()
             there = self._referring(folders_in(run))
             names = [there[max(there, key=step_of)]] if there else []
-            every = [each.name for each in self.session.checkpoints()]
             last_step = str(run / _LAST_STEP)
             if last_step in every:
                 names.append(last_step)
             if not names:
                 msg = (
                     f"resume_from_checkpoint=True: {run} refers to no checkpoint in {self.session.preflight.path}; "
-                    "give the offload_dir and output_dir of the run that is to go on, or begin without it"
+                    f"give the offload_dir and output_dir of the run that is to go on, or {_alternative(every)}"
                 )
                 raise ArgumentError(msg)
             return max(names, key=every.index)
+        if isinstance(wanted, Checkpoint):
+            return self.session.saved.get(wanted.name).name
         if not isinstance(wanted, str | Path):
-            msg = f"resume_from_checkpoint={wanted!r} is neither True nor a folder"
+            msg = f"resume_from_checkpoint={wanted!r} is neither True, nor a folder, nor one of session.checkpoints()"
             raise ArgumentError(msg)
         folder = Path(wanted).absolute()
+        if not folder.exists():  # a checkpoint that came here without its folder
+            if str(wanted) in every:
+                return str(wanted)
+            msg = (
+                f"resume_from_checkpoint={str(wanted)!r} is neither a folder nor the name of a checkpoint in "
+                f"{self.session.preflight.path}; there: {', '.join(map(repr, every)) or 'none'}"
+            )
+            raise ArgumentError(msg)
         reference = read_reference(folder)
         name = reference["checkpoint"]
         if all(each.name != name for each in self.session.checkpoints()):
@@ -463,6 +476,14 @@ class Trainer(transformers.Trainer):
         self.session.resume(name, weights_only=True)
 
 
+def _alternative(names: list[str]) -> str:
+    """Return what one can do instead of going on from the last checkpoint of ``output_dir``."""
+    if not names:
+        return "begin without it"
+    there = ", ".join(repr(name) for name in names)
+    return f"name one that the session holds: resume_from_checkpoint={there}"
+
+
 def _note_callbacks(trainer: Trainer) -> None:
     """Put the callbacks' states into the Trainer's, as transformers does before it saves."""
     states: dict[str, Any] = {}
@@ -483,6 +504,8 @@ class _Reports(transformers.TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, **kwargs: Any
     ) -> None:
+        if args.save_strategy != SaveStrategy.NO or self._trainer.session.crash_safe:
+            self._trainer.session.saved.check_room()
         self._trainer._progress.begin()
         self._trainer.session.controls.usual_logging_steps = state.logging_steps
         self._trainer.session.saved.num_steps = state.max_steps

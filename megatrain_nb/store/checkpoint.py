@@ -20,6 +20,7 @@ import stat
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_hexdigest
@@ -32,7 +33,6 @@ from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
 FOLDER_NAME = "checkpoints"
 _VERSION = 1
@@ -332,6 +332,9 @@ def _read_files(
         for name in names:
             found[name] = read_regular(folder / name, most_bytes)
             most_bytes -= len(found[name])
+    except FileNotFoundError as error:
+        missing = f"{Path(error.filename).name} is missing"
+        raise StoreError(_why_unreadable(folder, missing)) from error
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "checksums is damaged"
         raise StoreError(_why_unreadable(folder, str(why))) from error

@@ -11,9 +11,10 @@ import stat
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from megatrain_nb.errors import SessionError, StoreError
-from megatrain_nb.store.checkpoint import read_checkpoints, sweep
+from megatrain_nb.store.checkpoint import read_checkpoints, sweep, sync_directory
 from megatrain_nb.store.disk import DATA_NAME
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class OwnerLock:
     Notes
     -----
     The lock is the kernel's (``flock``), so it cannot outlive its process; the file
-    only says who owns it. A forked child keeps it as long as the child lives.
+    only says who owns it. A forked child owns nothing: it would keep the lock beyond its
+    parent's death, as a data loader's workers live on for seconds when their parent is killed.
     """
 
     took_over: bool
@@ -67,15 +69,30 @@ class OwnerLock:
             "host": socket.gethostname(),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
         }
+        _held.add(self)
+        try:
+            self._write_note()
+        except OSError as error:
+            # A full disk has to be cleaned up, too: whoever looks finds it locked, and not by whom.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self.let_go()
+                msg = f"cannot write {self.path}: {error.strerror}; choose another directory"
+                raise StoreError(msg) from error
+
+    def _write_note(self) -> None:
         # Never empty in between: an empty file would not say that somebody died here.
         os.pwrite(self._fd, json.dumps(self._owner).encode().ljust(_NOTE_BYTES), 0)
         os.ftruncate(self._fd, _NOTE_BYTES)
+        # On the disk before any tile is: after a power cut it says whose these are.
+        os.fsync(self._fd)
+        sync_directory(self.directory)
 
     def note_step(self, step: int) -> None:
         """Note how far the work is, for whoever takes over if this process dies."""
         text = json.dumps(self._owner | {"step": step})
         if self._fd >= 0:
-            os.pwrite(self._fd, text.encode().ljust(_NOTE_BYTES), 0)
+            with suppress(OSError):  # only told; no training ends for it
+                os.pwrite(self._fd, text.encode().ljust(_NOTE_BYTES), 0)
 
     def release(self) -> None:
         """Give the directory free and delete the lock file; idempotent."""
@@ -98,6 +115,12 @@ class OwnerLock:
             os.pwrite(fd, self._before, 0)
             os.close(fd)
 
+    def let_go(self) -> None:
+        """Close the file and change nothing: this is a forked child, and the lock is its parent's."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
     def _acquire(self) -> int:
         while True:
             fd = _open_lock(self.path)
@@ -117,6 +140,17 @@ class OwnerLock:
                 )
                 raise StoreError(msg) from error
             os.close(fd)
+
+
+_held: WeakSet[OwnerLock] = WeakSet()
+
+
+def _let_go_of_all() -> None:
+    for lock in list(_held):
+        lock.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 def reclaim(directory: Path) -> int:
@@ -155,7 +189,7 @@ def _open_lock(path: Path) -> int:
         if error.errno == errno.ELOOP:
             msg = f"{path} is a link, which may lead out of the directory; delete it"
         else:
-            msg = f"cannot open {path}: {error.strerror}; check it with check_directory()"  # fmt: skip
+            msg = f"cannot open {path}: {error.strerror}; it has to be possible to write in the directory that holds it"
         raise StoreError(msg) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

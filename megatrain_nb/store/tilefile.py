@@ -251,13 +251,16 @@ class TileFile:
 
     def _why_not_open(self, error: OSError) -> str:
         if error.errno == errno.EEXIST:
-            why = "it exists, and no checkpoint needs it; delete it with reclaim()"
+            why = (
+                "it exists, no checkpoint needs it, and there is no lock that would say that a session left it here; "
+                "delete it, or choose another directory"
+            )
         elif error.errno == errno.EINVAL and self.direct:
             why = "the file system does not support O_DIRECT; use direct=False"
         elif error.errno == errno.ELOOP:
             why = "it is a link, which may lead out of the directory; put the file itself there"
         else:
-            why = f"{error.strerror}; check the directory with check_directory()"
+            why = f"{error.strerror}; it has to be there, to read and to write"
         return f"cannot open {self.path}: {why}"
 
 

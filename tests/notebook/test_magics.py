@@ -113,6 +113,32 @@ def test_resume_remembers_the_directory(
     assert not directory.exists()
 
 
+def test_clean_looks_at_the_last_directory_and_removes_what_is_named(
+    shell: Any,
+    fake: types.ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    for line in ("clean", "clean --remove"):
+        run(shell, f"%megatrain {line}")
+        assert "say which directory: %megatrain clean" in capsys.readouterr().err
+    left = tmp_path / ".megatrain-probe-12"
+    left.write_bytes(bytes(4096))
+    run(shell, f"%megatrain init --offload-dir {tmp_path};")
+    fake.current.close()
+    run(shell, "%megatrain status")
+    assert "or the last one again: %megatrain resume" in capsys.readouterr().err
+    run(shell, "%megatrain clean --remove")
+    assert "say which directory" in capsys.readouterr().err
+    run(shell, "%megatrain clean")
+    told = capsys.readouterr().out
+    assert f"{tmp_path}: {left.name} would be removed, 4.10 kB" in told
+    assert left.exists()
+    run(shell, f"%megatrain clean --offload-dir {tmp_path} --remove")
+    assert f"{left.name} removed, 4.10 kB" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_each_notebook_has_a_directory_of_its_own(
     shell: Any, fake: types.ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -39,6 +39,29 @@ def test_not_a_number(name: str, value: Any) -> None:
         AdamWConfig(**{name: value})
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"lr": 1e306},
+        {"lr": 10**400},
+        {"eps": 1e39},
+        {"weight_decay": 1e39},
+        {"lr": 1e38, "beta1": 0.999},
+        {"lr": 1e20, "weight_decay": 1e20},
+    ],
+)
+def test_what_would_be_no_fp32_number_is_refused(given: dict[str, Any]) -> None:
+    """Torch makes infinities and then NaN of it."""
+    with pytest.raises(ArgumentError, match=r"is not usable.*; give a"):
+        AdamWConfig(**given)
+
+
+def test_the_largest_that_are_allowed_have_numbers() -> None:
+    for config in (AdamWConfig(lr=3e37), AdamWConfig(lr=1e-9, weight_decay=3e38)):
+        for step in (1, 2, 1000):
+            assert all(math.isfinite(x) for x in config.scalars(step))
+
+
 def test_ends_of_the_ranges_are_allowed() -> None:
     AdamWConfig(lr=0, beta1=0, beta2=0, eps=0, weight_decay=0)
 

@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import shutil
+import stat
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -270,6 +271,41 @@ def test_it_costs_nothing_that_is_on_disk(tmp_path: Path) -> None:
         assert time.perf_counter() - begin < 5
         assert session.store.written_bytes == before[0]
         assert session.store.pinned_bytes() == taken.num_bytes
+
+
+def test_nobody_else_may_read_it(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with opened(tmp_path / "new" / "store", "mixed") as session:
+            train(Run(session, 0), 2)
+            session.save_checkpoint()
+            session.export_checkpoint(None, tmp_path / "moved")
+            found = [tmp_path / "new", tmp_path / "moved"]
+            found += [inner for each in found for inner in each.rglob("*")]
+            modes = {path: path.lstat().st_mode for path in found}
+    finally:
+        os.umask(before)
+    names = {path.name for path in found}
+    assert names >= {"owner.lock", "tiles.bin", "state.json", "checksums"}
+    for path, mode in modes.items():
+        allowed = 0o700 if stat.S_ISDIR(mode) else 0o600
+        assert stat.S_IMODE(mode) == allowed, path
+
+
+@pytest.mark.parametrize("place", ["disk", "mixed"])
+def test_a_run_that_begins_again_reuses_the_space(tmp_path: Path, place: str) -> None:
+    """The same names, and no more bytes, however often a cell runs again in a directory with a checkpoint."""
+    sizes = []
+    for _ in range(6):
+        with opened(tmp_path, place) as session:
+            train(Run(session, 0), 2)
+            session.save_checkpoint("last")
+        sizes.append((tmp_path / "tiles.bin").stat().st_size)
+        assert {path.name for path in tmp_path.iterdir()} == {"checkpoints", "tiles.bin"}  # fmt: skip
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+    assert max(sizes) <= 3 * sizes[0], (
+        sizes
+    )  # the old version, the new one, and what is on its way
 
 
 def test_names_and_how_many(tmp_path: Path) -> None:

@@ -179,6 +179,16 @@ def test_odd_metadata_is_refused(sound: Path, what: str) -> None:
     assert len(str(found.value)) < 2000
 
 
+def test_a_file_that_is_missing_or_cut_is_named(sound: Path) -> None:
+    (file, *_) = sorted(sound.glob("*.distcp"))
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(StoreError, match=f"{file.name} is cut short, or"):
+        Folder(sound)
+    file.unlink()
+    with pytest.raises(StoreError, match=f"{file.name} is missing; bring"):
+        Folder(sound)
+
+
 def test_links_are_not_followed(sound: Path) -> None:
     [data] = sound.glob("*.distcp")
     data.rename(sound.parent / "elsewhere")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.trainer_utils import SaveStrategy
 
 import megatrain_nb as mt
 from megatrain_nb.runtime.runs import folder_of, read_reference, to_remove
@@ -421,6 +422,78 @@ def test_early_stopping_goes_on_counting(tmp_path: Path) -> None:
         assert trainer.state.global_step == 4
 
 
+@pytest.mark.parametrize("why", ["save_strategy", "crash_safe"])
+def test_a_disk_that_could_not_hold_a_checkpoint(tmp_path: Path, why: str) -> None:
+    """That is said before the first step, not at the first save hours later."""
+    with opened(tmp_path / "s", "disk") as session:
+        trainer = made(tmp_path / "a", make_model("llama"), args={"max_steps": 2})
+        trainer.train()
+        whole, most = session.checkpoints()[-1].num_bytes, session.store.peak_bytes
+
+    def on_disk(path: Path, max_disk_bytes: float, crash_safe: str | None) -> Any:
+        session = mt.init(path, max_ram_gb=2.0, max_disk_gb=max_disk_bytes / 1e9, crash_safe=crash_safe)  # fmt: skip
+        session.max_resident_bytes = 0
+        return session
+
+    args = {"max_steps": 2}
+    without = args | {"save_strategy": "no"}
+    crash_safe = "step" if why == "crash_safe" else None
+    with on_disk(tmp_path / "t", 1.9 * whole, crash_safe) as session:
+        asking = without if crash_safe else args
+        trainer = made(tmp_path / "b", make_model("llama"), args=asking)
+        with pytest.raises(mt.BudgetError, match="would end at its first save"):
+            trainer.train()
+        assert session.last_step is None
+        session.crash_safe = None
+        trainer.args.save_strategy = SaveStrategy.NO
+        trainer.train()
+    with on_disk(tmp_path / "u", 1.02 * most, crash_safe) as session:
+        made(tmp_path / "c", make_model("llama"), args=args).train()
+        assert "checkpoint-2" in names(session)
+
+
+@pytest.mark.parametrize("how", ["opened", "imported", "named anew", "as an object"])
+def test_one_portable_folder_is_all_that_a_run_needs(tmp_path: Path, how: str) -> None:
+    """On another machine there is neither the offload directory nor ``output_dir`` of before."""
+    args = {"save_steps": 4}
+    with opened(tmp_path / "s", "ram"):
+        whole = made(tmp_path / "a", make_model("llama", dropout=0.1), args=args)
+        whole.train()
+        expected = snapshot(whole.model, whole.streamed_optimizer)
+    with opened(tmp_path / "t", "mixed") as session:
+        trainer = made(
+            tmp_path / "b",
+            make_model("llama", dropout=0.1),
+            args=args,
+            callbacks=[DiesAt(6)],
+        )
+        with pytest.raises(Dies):
+            trainer.train()
+        folder = session.export_checkpoint(None, tmp_path / "moved")
+    for before in ("t", "b"):
+        shutil.rmtree(tmp_path / before)
+    there = folder if how == "opened" else tmp_path / "u"
+    with opened(there, "disk") as session:
+        if how != "opened":
+            name = "mine" if how == "named anew" else None
+            session.import_checkpoint(folder, name)
+        (held,) = session.checkpoints()
+        model = make_model("llama", seed=1, dropout=0.1)
+        trainer = made(tmp_path / "c", model, seed=1, args=args)
+        with pytest.raises(mt.ArgumentError, match=r"r name one .*='.*(mine|int-4)'"):
+            trainer.train(resume_from_checkpoint=True)
+        trainer.train(
+            resume_from_checkpoint=held if how == "as an object" else held.name
+        )
+        now = snapshot(trainer.model, trainer.streamed_optimizer)
+        assert differing(now, expected) == []
+        assert history(trainer)[:-1] == history(whole)[:-1]
+        assert names(session)[-2:] == ["checkpoint-8", "checkpoint-10"]
+        session.remove_checkpoint(held.name)
+        with pytest.raises(mt.ArgumentError, match=r"no checkpoint .*; there: "):
+            trainer.train(resume_from_checkpoint=held)
+
+
 def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
     with opened(tmp_path / "s", "ram") as session:
         trainer = made(tmp_path / "a", make_model("llama"), args={"max_steps": 2})
@@ -428,12 +501,16 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
             trainer.train(resume_from_checkpoint=True)
         (tmp_path / "pipe").mkdir()
         os.mkfifo(tmp_path / "pipe" / "megatrain.json")  # whoever opens it waits
-        for wanted in (tmp_path, str(tmp_path / "missing"), tmp_path / "pipe"):
+        for wanted in (tmp_path, tmp_path / "pipe"):
             with pytest.raises(
                 mt.ArgumentError, match=r"not a checkpoint of mt\.Train"
             ):
                 trainer.train(resume_from_checkpoint=wanted)
-        with pytest.raises(mt.ArgumentError, match="neither True nor a folder"):
+        with pytest.raises(
+            mt.ArgumentError, match=r"missing' is neither .*there: none"
+        ):
+            trainer.train(resume_from_checkpoint=tmp_path / "missing")
+        with pytest.raises(mt.ArgumentError, match=r"neither True, nor .*checkpoints"):
             trainer.train(resume_from_checkpoint=3)
         args = {"max_steps": 2, "save_steps": 1}
         trainer = made(tmp_path / "a", make_model("llama"), args=args)
@@ -446,6 +523,12 @@ def test_what_cannot_be_resumed_says_why(tmp_path: Path) -> None:
         ):
             session.resume(str(folder))
         session.resume(str(folder), weights_only=True)
+    with opened(tmp_path / "s", "ram") as session:
+        made(tmp_path / "a", make_model("llama"), args=args)  # not trained yet
+        with pytest.raises(
+            mt.ArgumentError, match=r"was taken by mt\.Trainer; .*from_che"
+        ):
+            session.resume(str(folder))
     with opened(tmp_path / "other", "ram"):
         trainer = made(tmp_path / "a", make_model("llama"), args=args)
         with pytest.raises(mt.ArgumentError, match=r"refers to a checkpoint in .*/s,"):

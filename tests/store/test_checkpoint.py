@@ -157,7 +157,8 @@ def test_damage_is_named(
         path.symlink_to(tmp_path / "elsewhere")
     elif damage == "folder":
         path.mkdir()
-    with pytest.raises(StoreError, match="000001 cannot be read"):
+    why = rf"\({name} is missing\)" if damage == "missing" else ""
+    with pytest.raises(StoreError, match=f"000001 cannot be read {why}"):
         [found.read(most_bytes=100) for found in read_checkpoints(tmp_path)]
 
 

@@ -1,21 +1,22 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from megatrain_nb.errors import SessionError, StoreError
 from megatrain_nb.store.checkpoint import Label, write_checkpoint
+from megatrain_nb.store.cleanup import cleanup
 from megatrain_nb.store.manifest import Manifest
 from megatrain_nb.store.owner import OwnerLock, reclaim
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 HOLD = """
 import sys
@@ -23,6 +24,22 @@ from pathlib import Path
 from megatrain_nb.store.owner import OwnerLock
 lock = OwnerLock(Path(sys.argv[1]))
 print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+# As a data loader's worker does, which looks every few seconds whether its parent lives.
+HOLD_WITH_A_WORKER = """
+import os, sys, time
+from pathlib import Path
+from megatrain_nb.store.owner import OwnerLock
+lock = OwnerLock(Path(sys.argv[1]))
+worker = os.fork()
+if not worker:
+    lock.release()  # of no effect: the directory is the parent's
+    time.sleep(120)
+    os._exit(0)
+print(worker, flush=True)
 sys.stdin.read()
 """
 
@@ -58,6 +75,73 @@ def test_another_process_is_named_and_its_death_frees_the_directory(
     lock = OwnerLock(tmp_path)
     assert lock.took_over
     lock.release()
+
+
+def test_the_lock_is_on_the_disk_before_any_tile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut it says whose tiles these are: without it they would be in the way for good."""
+    synced = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        real(fd)
+        size = os.fstat(fd).st_size
+        synced.append((str(Path(f"/proc/self/fd/{fd}").readlink()), size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    lock = OwnerLock(tmp_path)
+    file, folder = synced
+    assert file == (str(lock.path), lock.path.stat().st_size)
+    assert folder[0] == str(tmp_path)
+    lock.release()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_lock_that_cannot_say_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """A full disk has to be cleaned up; one that fails is named."""
+    (tmp_path / "checkpoints" / ".new-000001").mkdir(parents=True)
+
+    def pwrite(*_: object) -> int:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", pwrite)
+        if code == errno.EIO:
+            with pytest.raises(StoreError, match=r"cannot write .*owner\.lock: Input"):
+                OwnerLock(tmp_path)
+            return
+        lock = OwnerLock(tmp_path)
+        lock.note_step(3)
+        with pytest.raises(SessionError, match="belongs to process unknown"):
+            OwnerLock(tmp_path)
+        lock.release()
+        cleanup(tmp_path, remove=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_that_lives_on_holds_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD_WITH_A_WORKER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
+        assert owner.stdout is not None
+        worker = int(owner.stdout.readline())
+        try:
+            time.sleep(0.2)  # the worker has begun
+            assert (tmp_path / "owner.lock").exists()
+            with pytest.raises(SessionError, match=f"process {owner.pid} on "):
+                OwnerLock(tmp_path)
+            owner.kill()
+            owner.wait()
+            os.kill(worker, 0)
+            lock = OwnerLock(tmp_path)
+            assert lock.took_over
+            lock.release()
+        finally:
+            os.kill(worker, signal.SIGKILL)
 
 
 def test_release_leaves_the_lock_of_a_successor_alone(tmp_path: Path) -> None:
