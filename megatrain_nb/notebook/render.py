@@ -80,7 +80,7 @@ def text_line(snap: Snapshot) -> str:
     if left_s is not None and snap.state == "training":
         parts.append(f"about {_clock(left_s)} left")
     parts += [
-        f"{_tier_name(n, t)} {format_bytes(t.used_bytes)} ({_peak_text(t)})"
+        f"{_tier_name(n, t)} {format_bytes(t.used_bytes)} ({_peak_text(t, _planned(snap, n))})"
         for n, t in snap.tiers.items()
     ]
     state = "" if snap.state == "training" else f" ({_STATES[snap.state][0]})"
@@ -256,7 +256,7 @@ def _memory(snap: Snapshot) -> str:
     rows = "".join(
         f'<div style="display:flex;flex-wrap:wrap;justify-content:space-between;'
         f'margin-top:4px"><span style="margin-right:12px">{_html.escape(_tier_name(name, tier))}</span>'
-        f"<span>{_tier_html(tier)}</span></div>{_tier_bar(tier)}{_tier_parts(tier)}"
+        f"<span>{_tier_html(tier, _planned(snap, name))}</span></div>{_tier_bar(tier)}{_tier_parts(tier)}"
         for name, tier in snap.tiers.items()
     )
     return title("Memory: now, peak, budget") + rows
@@ -301,18 +301,24 @@ def _tier_parts(tier: TierStatus) -> str:
     )  # fmt: skip
 
 
-def _tier_html(tier: TierStatus) -> str:
+def _planned(snap: Snapshot, tier: str) -> int:
+    """Return the peak of a tier by the plan, in bytes; 0 where nobody can tell."""
+    return snap.layout.planned_peaks.get(tier, 0) if snap.layout is not None else 0
+
+
+def _tier_html(tier: TierStatus, planned: int) -> str:
     return (
         f"<b>{format_bytes(tier.used_bytes)}</b> "
-        f'<span style="{MUTED}">{_peak_text(tier)}</span>'
+        f'<span style="{MUTED}">{_peak_text(tier, planned)}</span>'
     )
 
 
-def _peak_text(tier: TierStatus) -> str:
+def _peak_text(tier: TierStatus, planned: int) -> str:
+    plan = f", plan {format_bytes(planned)}" if planned else ""
     limit = (
         f"budget {format_bytes(tier.limit_bytes)}" if tier.limit_bytes else "no limit"
     )
-    return f"peak {format_bytes(tier.peak_bytes)}, {limit}"
+    return f"peak {format_bytes(tier.peak_bytes)}{plan}, {limit}"
 
 
 def _position(snap: Snapshot) -> str:

@@ -61,6 +61,9 @@ class Layout:
         What a step reads from disk and writes to it, by the plan.
     planned_seconds
         How long it should take on this machine, by cause; empty where the machine was not measured.
+    planned_peaks
+        The most that the session should take, in bytes by tier (``ram``, ``device``, ``disk``), Python and torch not
+        counted; empty before the model was called to train.
     """
 
     model: str
@@ -72,6 +75,7 @@ class Layout:
     in_place: bool = True
     planned_bytes: tuple[int, int] = (0, 0)
     planned_seconds: dict[str, float] = field(default_factory=dict, hash=False)
+    planned_peaks: dict[str, int] = field(default_factory=dict, hash=False)
     _tables: dict[bool, list[list[int]]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -125,6 +129,7 @@ def make_layout(
     in_place: bool,
     planned_bytes: tuple[int, int],
     planned_seconds: Mapping[str, float] | None = None,
+    planned_peaks: Mapping[str, int] | None = None,
 ) -> Layout:
     """Return the layout of a model.
 
@@ -153,4 +158,5 @@ def make_layout(
         in_place=in_place,
         planned_bytes=planned_bytes,
         planned_seconds=dict(planned_seconds or {}),
+        planned_peaks=dict(planned_peaks or {}),
     )

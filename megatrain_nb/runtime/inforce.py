@@ -53,13 +53,36 @@ def _plan_on(machine: Machine, offloaded: OffloadedModel) -> Plan | None:
 
 def expected_seconds(offloaded: OffloadedModel) -> dict[str, float]:
     """Return how long a step by that plan should take, by cause (see `plan.causes`); empty where nobody can tell."""
-    machine, order = _probed(offloaded.session), offloaded.executor.expected_order()
+    machine = _probed(offloaded.session)
     if machine is None or machine.assumed.intersection(_MEASURED):
         return {}
-    if sorted(order) != list(range(len(offloaded.layers.spec.blocks))):
-        return {}  # a block that computes twice: its time is not known
+    if not _each_once(offloaded):
+        return {}
     plan = _plan_on(machine, offloaded)
     return {} if plan is None else plan.seconds
+
+
+def expected_peaks(offloaded: OffloadedModel) -> dict[str, int]:
+    """Return the most that this session should take by that plan, in bytes by tier, its start not counted.
+
+    Empty before the model was called to train, and where other models take of the same budgets.
+    """
+    alone = len(offloaded.session.models) == 1
+    plan = plan_in_force(offloaded) if alone and _each_once(offloaded) else None
+    if plan is None:
+        return {}
+    peaks = {
+        "ram": plan.peak_ram_bytes - plan.machine.framework_bytes,
+        "device": plan.peak_vram_bytes,
+        "disk": plan.disk_bytes,
+    }
+    return {tier: num_bytes for tier, num_bytes in peaks.items() if num_bytes}
+
+
+def _each_once(offloaded: OffloadedModel) -> bool:
+    """Whether no block computes twice: what that takes is not known."""
+    order = offloaded.executor.expected_order()
+    return sorted(order) == list(range(len(offloaded.layers.spec.blocks)))
 
 
 def forecast_of(offloaded: OffloadedModel) -> Plan | None:

@@ -29,7 +29,7 @@ from megatrain_nb.plan.reserve import (
 from megatrain_nb.plan.traffic import step_traffic
 from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.foresee import Foresight
-from megatrain_nb.runtime.inforce import expected_seconds, forecast_of
+from megatrain_nb.runtime.inforce import expected_peaks, expected_seconds, forecast_of
 from megatrain_nb.units import format_bytes
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class ModelMemory:
             in_place=self._session.device.in_place,
             planned_bytes=(traffic.read_bytes, traffic.written_bytes),
             planned_seconds=self._planned_seconds(),
+            planned_peaks=expected_peaks(offloaded),
         )
 
     def tell(self) -> None:

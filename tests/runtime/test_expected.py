@@ -8,6 +8,7 @@ import pytest
 
 import megatrain_nb as mt
 from megatrain_nb.plan import catalogue
+from megatrain_nb.plan.layout import Layout
 from megatrain_nb.runtime import inforce, memory
 from megatrain_nb.runtime.inforce import expected_seconds
 from megatrain_nb.runtime.offload import offloaded_model
@@ -139,6 +140,31 @@ def test_without_measured_figures_there_is_no_plan(
             mt.train_step(model, optimizer, batches(1, 16, 1))
             assert recorder.layout is not None
             assert recorder.layout.planned_seconds == {}
+
+
+def test_planned_peaks_are_those_of_the_plan(tmp_path: Path) -> None:
+    with mt.init(tmp_path / "o", max_ram_gb="100 MB") as session:
+        session.max_resident_bytes = 0
+        _, made = make_model()
+        model, optimizer = mt.wrap(made, lr=1e-3)
+        recorder = Recorder()
+        follow(session, recorder)
+        offloaded = offloaded_model(model)
+        assert offloaded is not None
+        assert offloaded.memory.layout().planned_peaks == {}  # it was not called yet
+        mt.train_step(model, optimizer, batches(1, 16, 1))
+        assert recorder.layout is not None
+        assert recorder.layout.planned_peaks["ram"] > 80e6  # torch's own, and more
+        now, plan = offloaded.memory.layout(), session.plan
+        assert plan is not None
+        for layout in (now, Layout.from_json(now.to_json())):
+            assert layout.planned_peaks == {
+                "ram": plan.peak_ram_bytes - plan.machine.framework_bytes,
+                "disk": plan.disk_bytes,
+            }
+        other, _ = mt.wrap(make_model()[1], lr=1e-3)
+        assert offloaded.memory.layout().planned_peaks == {}  # it takes its share
+        mt.unwrap(other)
 
 
 def test_nobody_listens_nothing_is_simulated(
