@@ -43,6 +43,16 @@ def level_of(planes: Planes, v: np.float32, noise: np.uint32) -> np.uint32:
     return np.uint32(_KERNELS[type(planes)].level_of(v, noise))
 
 
+def put_levels(planes: Planes, s: Scratch, i: int, levels: Any) -> None:
+    """Put the levels of a lane's eight elements."""
+    _KERNELS[type(planes)].put_levels(s, i, levels)
+
+
+def cut_levels(planes: Planes, s: Scratch, size: int) -> None:
+    """Make zeros of the levels behind a parameter's end."""
+    _KERNELS[type(planes)].cut_levels(s, size)
+
+
 def size_of(planes: Planes, m: np.float32) -> np.uint32:
     """Return what `begin_encode` needs the largest of: the magnitude, or nothing."""
     return np.uint32(_KERNELS[type(planes)].size_of(m))
@@ -84,6 +94,18 @@ def _decode(planes: Any, b: Any, header: Any, i: Any, k: Any) -> Any:
 def _level_of(planes: Any, v: Any, noise: Any) -> Any:
     run = _kernels_of(planes).level_of
     return lambda planes, v, noise: run(v, noise)
+
+
+@overload(put_levels, strict=False, jit_options=INLINED)
+def _put_levels(planes: Any, s: Any, i: Any, levels: Any) -> Any:
+    run = _kernels_of(planes).put_levels
+    return lambda planes, s, i, levels: run(s, i, levels)
+
+
+@overload(cut_levels, strict=False, jit_options=INLINED)
+def _cut_levels(planes: Any, s: Any, size: Any) -> Any:
+    run = _kernels_of(planes).cut_levels
+    return lambda planes, s, size: run(s, size)
 
 
 @overload(size_of, strict=False, jit_options=INLINED)

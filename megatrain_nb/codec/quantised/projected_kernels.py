@@ -14,20 +14,19 @@ from megatrain_nb.codec.base import BLOCK
 from megatrain_nb.codec.kernels import put, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
     FACTORS_U4,
-    FIRST,
     M_TOP,
-    MOST,
     OWN,
     BlockKernels,
     Scratch,
     begin_v,
-    code_of,
     first_of,
     largest_of,
     level_of,
     magnitude,
     max_of,
+    narrow_kernels,
     pack_kernel,
+    pack_narrow_kernel,
     to_largest,
     unpack_kernel,
     v_of,
@@ -60,7 +59,10 @@ ALONG, SQUARE = OWN + 5, OWN + 6
 def projected_kernels(codec: Projected) -> BlockKernels:
     """Return the kernels of one codec."""
     x = v_of(codec)
-    unpack, pack = unpack_kernel(codec.bits), pack_kernel(codec.bits)
+    bits = codec.bits
+    unpack, pack, pack_v = unpack_kernel(bits), pack_kernel(bits), pack_narrow_kernel(bits)
+    narrow = narrow_kernels(x)
+    top_level, encode_levels = narrow.top, narrow.encode
     doubling = u4(codec.shift - 23)
     levels, levels_f4 = i4(codec.levels), f4(codec.levels)
     unit, half_unit, cut = i4(UNIT), i4(UNIT // 2), i4(-UNIT)
@@ -98,12 +100,12 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         return level_of(v, noise, x)
 
     @inlined
-    def even_out(s: Scratch, i: int, first: np.uint32, most: np.uint32) -> Any:
-        """Multiply m by the root of v's decay; return the code of v, and the magnitude."""
-        code = code_of(first, s.level[i], most)
+    def even_out(s: Scratch, i: int, codes: np.uint32, k: int) -> np.uint32:
+        """Multiply m by the root of v's decay, byte k of the codes; return the magnitude."""
+        code = u4(u4(codes >> u4(8 * k)) & u4(0xFF))
         m = f4(s.m[i] * to_float(u4(u4(octaves_of(code) + u4(127)) << u4(23))))
         s.m[i] = m
-        return code, magnitude(m)
+        return magnitude(m)
 
     @inlined
     def size_of(m: np.float32) -> np.uint32:
@@ -111,24 +113,20 @@ def projected_kernels(codec: Projected) -> BlockKernels:
 
     def begin_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """Write the top of v."""
-        begin_v(planes, b, s, x)
+        begin_v(planes, b, s, top_level(s), x)
 
     def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """Write the codes of v."""
-        first, most = s.number[FIRST], s.number[MOST]
+        encode_levels(s)
         largest = u4(0)
         for i in range(LANES):
-            code_0, size_0 = even_out(s, i, first, most)
-            code_1, size_1 = even_out(s, 16 + i, first, most)
-            code_2, size_2 = even_out(s, 32 + i, first, most)
-            code_3, size_3 = even_out(s, 48 + i, first, most)
-            code_4, size_4 = even_out(s, 64 + i, first, most)
-            code_5, size_5 = even_out(s, 80 + i, first, most)
-            code_6, size_6 = even_out(s, 96 + i, first, most)
-            code_7, size_7 = even_out(s, 112 + i, first, most)
-            codes = code_0, code_1, code_2, code_3, code_4, code_5, code_6, code_7
+            low, high = s.level[i], s.level[LANES + i]
+            size_0, size_1 = even_out(s, i, low, 0), even_out(s, 16 + i, low, 1)
+            size_2, size_3 = even_out(s, 32 + i, low, 2), even_out(s, 48 + i, low, 3)
+            size_4, size_5 = even_out(s, 64 + i, high, 0), even_out(s, 80 + i, high, 1)
+            size_6, size_7 = even_out(s, 96 + i, high, 2), even_out(s, 112 + i, high, 3)
             sizes = size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7
-            pack(planes.v, b, i, codes)
+            pack_v(planes.v, b, i, s)
             largest = max_of(largest, largest_of(sizes))
         put(s.number, M_TOP, largest)
 
@@ -223,6 +221,7 @@ def projected_kernels(codec: Projected) -> BlockKernels:
             put(planes.scale, b, u2(to_bits(scale) >> u4(16)))
 
     return BlockKernels(
-        *(begin_decode, decode, level, size_of, begin_encode, encode),
+        *(begin_decode, decode, level, narrow.put, narrow.cut, size_of),
+        *(begin_encode, encode),
         *(begin_measure, measure, begin_rest, encode_rest, finish),
     )
