@@ -417,39 +417,55 @@ def pack_kernel(bits: int) -> Any:
 
 def pack_narrow_kernel(bits: int) -> Any:
     """Return the kernel that writes a lane's eight codes of v into row b, see `narrow_kernels`."""
+    pack_nibbles = pack_nibbles_kernel(bits)
 
     @inlined
-    def pack_8(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
+    def pack_pairs(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
         for k in range(4):
-            plane[b, LANES * k + i] = u1(s.level[LANES * k + i])
-            plane[b, 64 + LANES * k + i] = u1(u4(s.level[LANES * k + i] >> u4(16)))
+            pair = s.level[LANES * k + i]
+            plane[b, LANES * k + i] = u1(pair)
+            plane[b, 64 + LANES * k + i] = u1(u4(pair >> u4(16)))
 
     @inlined
-    def pairs(low: np.uint32, high: np.uint32) -> np.uint32:
-        """Return four bytes of which each is code k and, behind four bits, code k + 4."""
-        return u4(low | u4(high << u4(4)))
+    def pack(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
+        low, high = s.level[i], s.level[LANES + i]
+        pack_nibbles(plane, b, i, u4(low | u4(high << u4(4))))
+
+    return pack_pairs if bits == 8 else pack
+
+
+NIBBLES = (0, 8, 16, 24, 4, 12, 20, 28)
+"""Where in a word each of a lane's eight codes begins, for `pack_nibbles_kernel`."""
+
+
+def pack_nibbles_kernel(bits: int) -> Any:
+    """Return the kernel that writes a word of eight codes, at `NIBBLES`, into row b."""
 
     @inlined
-    def pack_4(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
-        word = pairs(s.level[i], s.level[LANES + i])
+    def pack_4(plane: NDArray[np.uint8], b: np.uintp, i: int, word: np.uint32) -> None:
         plane[b, i], plane[b, 16 + i] = u1(word), u1(u4(word >> u4(8)))
-        plane[b, 32 + i], plane[b, 48 + i] = u1(u4(word >> u4(16))), u1(word >> u4(24))
+        plane[b, 32 + i] = u1(u4(word >> u4(16)))
+        plane[b, 48 + i] = u1(u4(word >> u4(24)))
 
     @inlined
-    def put_2(plane: NDArray[np.uint8], b: np.uintp, i: int, word: np.uint32) -> None:
-        word = u4(word | u4(word >> u4(14)))
-        plane[b, i], plane[b, 16 + i] = u1(word), u1(u4(word >> u4(8)))
+    def pack_2(plane: NDArray[np.uint8], b: np.uintp, i: int, word: np.uint32) -> None:
+        both = u4(word | u4(word >> u4(14)))
+        plane[b, i], plane[b, 16 + i] = u1(both), u1(u4(both >> u4(8)))
 
     @inlined
-    def pack_2(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
-        put_2(plane, b, i, pairs(s.level[i], s.level[LANES + i]))
-
-    @inlined
-    def pack_3(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
-        word = pairs(s.level[i], s.level[LANES + i])
-        put_2(plane, b, i, u4(word & u4(0x33333333)))
+    def pack_3(plane: NDArray[np.uint8], b: np.uintp, i: int, word: np.uint32) -> None:
+        pack_2(plane, b, i, u4(word & u4(0x33333333)))
         high = u4(u4(word >> u4(2)) & u4(0x11111111))
-        high = u4(u4(high | u4(high >> u4(7))) | u4(u4(high >> u4(14)) | u4(high >> u4(21))))
-        plane[b, 32 + i] = u1(high)
+        left = u4(u4(high >> u4(14)) | u4(high >> u4(21)))
+        plane[b, 32 + i] = u1(u4(u4(high | u4(high >> u4(7))) | left))
 
-    return {8: pack_8, 4: pack_4, 3: pack_3, 2: pack_2}[bits]
+    return {8: None, 4: pack_4, 3: pack_3, 2: pack_2}[bits]
+
+
+@inlined
+def nibbles(codes: Any) -> np.uint32:
+    """Return the word of eight codes at `NIBBLES`."""
+    a, b, c, d, e, f, g, h = codes
+    low = u4(u4(a | u4(b << u4(8))) | u4(u4(c << u4(16)) | u4(d << u4(24))))
+    high = u4(u4(u4(e << u4(4)) | u4(f << u4(12))) | u4(u4(g << u4(20)) | u4(h << u4(28))))
+    return u4(low | high)

@@ -25,8 +25,9 @@ from megatrain_nb.codec.quantised.block_kernels import (
     magnitude,
     max_of,
     narrow_kernels,
-    pack_kernel,
+    nibbles,
     pack_narrow_kernel,
+    pack_nibbles_kernel,
     to_largest,
     unpack_kernel,
     v_of,
@@ -60,7 +61,7 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     """Return the kernels of one codec."""
     x = v_of(codec)
     bits = codec.bits
-    unpack, pack, pack_v = unpack_kernel(bits), pack_kernel(bits), pack_narrow_kernel(bits)
+    unpack, pack, pack_v = unpack_kernel(bits), pack_nibbles_kernel(bits), pack_narrow_kernel(bits)
     narrow = narrow_kernels(x)
     top_level, encode_levels = narrow.top, narrow.encode
     doubling = u4(codec.shift - 23)
@@ -71,6 +72,7 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     count, largest_size = COUNT, u4((COUNT + f4(1)).view(np.uint32))
     zero_size, half = u4(COUNT.view(np.uint32)), f4(COUNT + f4(0.5))
     zero_sizes = u4(BLOCK * int(zero_size) & 0xFFFFFFFF)
+    all_levels = u4(0x11111111 * codec.levels)
     sign_only = codec.levels == 1
     last = u4((COUNT + levels_f4).view(np.uint32))
 
@@ -159,14 +161,22 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     def m_code(
         s: Scratch, i: int, noise: np.uint32, per_step: Any, spread: Any, least: Any
     ) -> tuple[np.uint32, np.int32, np.int32]:
-        """Return the code of m, its level times the size, and the level's square."""
+        """Return level and sign of m, its level times the size, and the level's square."""
         part = f4(f4(to_float(u4(u4(noise & M_BITS) | M_PATTERN)) * spread) + least)
         place = to_bits(f4(f4(s.size[i] * per_step) + part))
         place = place if place < last else last
         far = i4(u4(u4(place >> u4(15)) & u4(3)))
         along = i4(far * i4(u4(to_bits(s.size[i]) - zero_size)))
-        code = u4(i4(levels - far)) if s.m[i] < 0 else u4(i4(levels + far))
+        code = u4(u4(u4(far) << u4(1)) | u4(to_bits(s.m[i]) >> u4(31)))
         return code, along, far if sign_only else i4(far * far)
+
+    @inlined
+    def pack_m(plane: Any, b: np.uintp, i: int, codes: Any) -> None:
+        """Write the codes of a lane's levels and signs: `levels` more, or less, all at once."""
+        word = nibbles(codes)
+        negative = u4(u4(word & u4(0x11111111)) * u4(levels))
+        far = u4(u4(word >> u4(1)) & all_levels)
+        pack(plane, b, i, u4(u4(far ^ negative) + u4(all_levels - negative)))
 
     @inlined
     def sum_of(values: Any) -> Any:
@@ -200,7 +210,7 @@ def projected_kernels(codec: Projected) -> BlockKernels:
             c_7, a_7, q_7 = m_code(
                 s, 112 + i, u4(at * FACTORS_U4[7]), per, spread, base
             )
-            pack(planes.m, b, i, (c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7))
+            pack_m(planes.m, b, i, (c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7))
             along = i4(along + sum_of((a_0, a_1, a_2, a_3, a_4, a_5, a_6, a_7)))
             square = i4(square + sum_of((q_0, q_1, q_2, q_3, q_4, q_5, q_6, q_7)))
         put(s.number, ALONG, u4(along))
@@ -213,9 +223,8 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         share = f4(f4(along) / f4(i4(square * unit)))
         scale = f4(f4(to_largest(s.number[M_TOP]) * share) * SLACK)
         if scale < SMALLEST_SCALE:
-            zero = u4(levels)
             for i in range(LANES):
-                pack(planes.m, b, i, (zero, zero, zero, zero, zero, zero, zero, zero))
+                pack(planes.m, b, i, all_levels)
             put(planes.scale, b, u2(0))
         else:
             put(planes.scale, b, u2(to_bits(scale) >> u4(16)))
