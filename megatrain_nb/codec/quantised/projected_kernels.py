@@ -216,18 +216,22 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         put(s.number, ALONG, u4(along))
         put(s.number, SQUARE, u4(square))
 
+    @inlined  # spliced, numba would count references to the planes at each branch
+    def put_scale(planes: Planes, b: np.uintp, scale: np.float32) -> None:
+        if scale < SMALLEST_SCALE:
+            for i in range(LANES):
+                pack(planes.m, b, i, all_levels)
+            planes.scale[b] = u2(0)
+        else:
+            planes.scale[b] = u2(u4(to_bits(scale) >> u4(16)))
+
     def finish(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """Write the scale of m."""
         along, square = i4(s.number[ALONG]), i4(s.number[SQUARE])
         square = square if square > i4(1) else i4(1)
         share = f4(f4(along) / f4(i4(square * unit)))
         scale = f4(f4(to_largest(s.number[M_TOP]) * share) * SLACK)
-        if scale < SMALLEST_SCALE:
-            for i in range(LANES):
-                pack(planes.m, b, i, all_levels)
-            put(planes.scale, b, u2(0))
-        else:
-            put(planes.scale, b, u2(to_bits(scale) >> u4(16)))
+        put_scale(planes, b, scale)
 
     return BlockKernels(
         *(begin_decode, decode, level, narrow.put, narrow.cut, size_of),
