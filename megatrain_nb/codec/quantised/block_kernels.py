@@ -240,7 +240,11 @@ class Narrow(NamedTuple):
 
 
 def narrow_kernels(x: V) -> Narrow:
-    """Return how a codec's levels lie in the scratch."""
+    """Return how a codec's levels lie in the scratch.
+
+    Bytes: those of elements k = 0 to 3 of a lane in one word, of 4 to 7 in another.
+    Pairs of bytes: k and k + 4 in a word.
+    """
     kind, per = (u2, 2) if x.fine else (u1, 4)
     words = BLOCK // per
 
@@ -371,7 +375,7 @@ def unpack_kernel(bits: int) -> Any:
 
 
 def pack_kernel(bits: int) -> Any:
-    """Return the kernel that writes a lane's eight codes into row b."""
+    """Return the kernel that writes a lane's eight codes, of 8 or 4 bits, into row b."""
 
     @inlined
     def pack_8(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
@@ -387,37 +391,11 @@ def pack_kernel(bits: int) -> Any:
         plane[b, 32 + i] = u1(codes[2] | u4(codes[6] << u4(4)))
         plane[b, 48 + i] = u1(codes[3] | u4(codes[7] << u4(4)))
 
-    @inlined
-    def low(code: np.uint32) -> np.uint32:
-        return code if bits == 2 else u4(code & u4(3))
-
-    @inlined
-    def four(a: np.uint32, b: np.uint32, c: np.uint32, d: np.uint32) -> np.uint32:
-        """Return the two low bits of each, side by side."""
-        left, right = u4(low(b) << u4(2)), u4(u4(low(c) << u4(4)) | u4(low(d) << u4(6)))
-        return u4(u4(low(a) | left) | right)
-
-    @inlined
-    def pack_2(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
-        plane[b, i] = u1(four(codes[0], codes[2], codes[4], codes[6]))
-        plane[b, 16 + i] = u1(four(codes[1], codes[3], codes[5], codes[7]))
-
-    @inlined
-    def pack_3(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
-        pack_2(plane, b, i, codes)
-        low = u4(u4(codes[0] & u4(4)) >> u4(2)) | u4(u4(codes[1] & u4(4)) >> u4(1))
-        low = u4(u4(low | u4(codes[2] & u4(4))) | u4(u4(codes[3] & u4(4)) << u4(1)))
-        high = u4(u4(codes[4] & u4(4)) << u4(2)) | u4(u4(codes[5] & u4(4)) << u4(3))
-        high = u4(high | u4(u4(codes[6] & u4(4)) << u4(4)))
-        high = u4(high | u4(u4(codes[7] & u4(4)) << u4(5)))
-        plane[b, 32 + i] = u1(low | high)
-
-    return {8: pack_8, 4: pack_4, 3: pack_3, 2: pack_2}[bits]
+    return {8: pack_8, 4: pack_4}[bits]
 
 
 def pack_narrow_kernel(bits: int) -> Any:
     """Return the kernel that writes a lane's eight codes of v into row b, see `narrow_kernels`."""
-    pack_nibbles = pack_nibbles_kernel(bits)
 
     @inlined
     def pack_pairs(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
@@ -426,20 +404,20 @@ def pack_narrow_kernel(bits: int) -> Any:
             plane[b, LANES * k + i] = u1(pair)
             plane[b, 64 + LANES * k + i] = u1(u4(pair >> u4(16)))
 
+    if bits == 8:
+        return pack_pairs
+    pack_nibbles = pack_nibbles_kernel(bits)
+
     @inlined
     def pack(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
         low, high = s.level[i], s.level[LANES + i]
         pack_nibbles(plane, b, i, u4(low | u4(high << u4(4))))
 
-    return pack_pairs if bits == 8 else pack
-
-
-NIBBLES = (0, 8, 16, 24, 4, 12, 20, 28)
-"""Where in a word each of a lane's eight codes begins, for `pack_nibbles_kernel`."""
+    return pack
 
 
 def pack_nibbles_kernel(bits: int) -> Any:
-    """Return the kernel that writes a word of eight codes, at `NIBBLES`, into row b."""
+    """Return the kernel that writes a word of eight codes, see `nibbles`, into row b."""
 
     @inlined
     def pack_4(plane: NDArray[np.uint8], b: np.uintp, i: int, word: np.uint32) -> None:
@@ -459,13 +437,15 @@ def pack_nibbles_kernel(bits: int) -> Any:
         left = u4(u4(high >> u4(14)) | u4(high >> u4(21)))
         plane[b, 32 + i] = u1(u4(u4(high | u4(high >> u4(7))) | left))
 
-    return {8: None, 4: pack_4, 3: pack_3, 2: pack_2}[bits]
+    return {4: pack_4, 3: pack_3, 2: pack_2}[bits]
 
 
 @inlined
 def nibbles(codes: Any) -> np.uint32:
-    """Return the word of eight codes at `NIBBLES`."""
+    """Return a word of eight codes: k in byte k, and k + 4 in the upper half of that."""
     a, b, c, d, e, f, g, h = codes
     low = u4(u4(a | u4(b << u4(8))) | u4(u4(c << u4(16)) | u4(d << u4(24))))
-    high = u4(u4(u4(e << u4(4)) | u4(f << u4(12))) | u4(u4(g << u4(20)) | u4(h << u4(28))))
+    high = u4(
+        u4(u4(e << u4(4)) | u4(f << u4(12))) | u4(u4(g << u4(20)) | u4(h << u4(28)))
+    )
     return u4(low | high)

@@ -55,7 +55,11 @@ def linear_kernels(codec: Linear) -> BlockKernels:
     lowest = i4((COUNT + f4(1)).view(np.int32))
     highest = i4((COUNT + f4(2 * steps + 1)).view(np.int32))
 
-    unpack, pack, pack_v = unpack_kernel(bits), pack_kernel(bits), pack_narrow_kernel(bits)
+    unpack, pack, pack_v = (
+        unpack_kernel(bits),
+        pack_kernel(bits),
+        pack_narrow_kernel(bits),
+    )
     narrow = narrow_kernels(x)
     top_level, encode_levels = narrow.top, narrow.encode
 

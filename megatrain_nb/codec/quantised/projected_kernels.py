@@ -11,7 +11,7 @@ from numpy import uint16 as u2
 from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
-from megatrain_nb.codec.kernels import put, to_bits, to_float
+from megatrain_nb.codec.kernels import INFINITY, put, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
     FACTORS_U4,
     M_TOP,
@@ -61,7 +61,11 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     """Return the kernels of one codec."""
     x = v_of(codec)
     bits = codec.bits
-    unpack, pack, pack_v = unpack_kernel(bits), pack_nibbles_kernel(bits), pack_narrow_kernel(bits)
+    unpack, pack, pack_v = (
+        unpack_kernel(bits),
+        pack_nibbles_kernel(bits),
+        pack_narrow_kernel(bits),
+    )
     narrow = narrow_kernels(x)
     top_level, encode_levels = narrow.top, narrow.encode
     doubling = u4(codec.shift - 23)
@@ -132,7 +136,16 @@ def projected_kernels(codec: Projected) -> BlockKernels:
             largest = max_of(largest, largest_of(sizes))
         put(s.number, M_TOP, largest)
 
+    @inlined
+    def without_sign(s: Scratch) -> None:
+        """Take the sign of what is NaN: that is not below zero."""
+        for i in range(BLOCK):
+            size = magnitude(s.m[i])
+            s.m[i] = to_float(size) if size > INFINITY else s.m[i]
+
     def begin_measure(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        if s.number[M_TOP] > INFINITY:
+            without_sign(s)
         top = to_largest(s.number[M_TOP])
         to_size = f4(f4(1) / top) if top >= SMALLEST_SCALE else f4(0)
         put(s.number, TO_SIZE, to_bits(to_size))
