@@ -252,13 +252,8 @@ def _decode_one(
         g = fma(load(params, j), x.l2, g)
     m = fma(x.lerp, f4(g - m), g if x.from_grad else m)
     v = fma(f4(x.one_minus_beta2 * g), g, f4(v * x.beta2))
-    counted = v
-    if (
-        coupled
-    ):  # a parameter that is NaN gets here, and levels are as narrow as infinity's
-        bits = to_bits(v)
-        counted = to_float(bits if bits < INFINITY else INFINITY)
-    level = level_of(planes, counted, noise)
+    # A parameter that is NaN gets to v where decay is coupled, and nowhere else.
+    level = level_of(planes, v, noise, coupled)
     correction = f4(f4(1) / x.bias_correction2_sqrt)
     s.m[j] = m
     s.denom[j] = fma(np.sqrt(v), correction, x.eps)

@@ -198,6 +198,8 @@ class V(NamedTuple):
     most: np.uint32
     fine: np.uint32
     below: np.uint32
+    widest: np.uint32
+    """What has room in the scratch; infinity has."""
 
 
 def v_of(codec: BlockCodec) -> V:
@@ -211,6 +213,7 @@ def v_of(codec: BlockCodec) -> V:
         most=u4(2**codec.bits - 1),
         fine=u4(fine),
         below=u4((1 << fine) - 1),
+        widest=u4(0xFFFF if fine else 0xFF),
     )
 
 

@@ -74,8 +74,9 @@ def linear_kernels(codec: Linear) -> BlockKernels:
         return m, v_of_code(first, unpack(planes.v, b, i, k), x)
 
     @inlined
-    def level(v: np.float32, noise: np.uint32) -> np.uint32:
-        return level_of(v, noise, x)
+    def level(v: np.float32, noise: np.uint32, odd: bool) -> np.uint32:
+        level = level_of(v, noise, x)
+        return x.widest if odd and level > x.widest else level
 
     @inlined
     def m_code(s: Scratch, i: int, inverse: np.float32, noise: np.uint32) -> np.uint32:

@@ -102,8 +102,9 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         return f4(level * to_float(u4(step - root))), v_of_code(first, v_code, x)
 
     @inlined
-    def level(v: np.float32, noise: np.uint32) -> np.uint32:
-        return level_of(v, noise, x)
+    def level(v: np.float32, noise: np.uint32, odd: bool) -> np.uint32:
+        level = level_of(v, noise, x)
+        return x.widest if odd and level > x.widest else level
 
     @inlined
     def even_out(s: Scratch, i: int, codes: np.uint32, k: int) -> np.uint32:
