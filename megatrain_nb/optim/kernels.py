@@ -65,7 +65,6 @@ from megatrain_nb.codec.quantised.block_kernels import (
     FACTORS_U4,
     GROUP,
     M_TOP,
-    V_TOP,
     hash_of,
     largest_of,
     magnitude,
@@ -80,12 +79,14 @@ from megatrain_nb.codec.quantised.kernels import (
     begin_encode,
     begin_measure,
     begin_rest,
+    cut_levels,
     decode,
     encode,
     encode_rest,
     finish,
     level_of,
     measure,
+    put_levels,
     size_of,
 )
 from megatrain_nb.jit import SPLICED, inlined, kernel, spliced
@@ -251,9 +252,10 @@ def _decode_one(
         g = fma(load(params, j), x.l2, g)
     m = fma(x.lerp, f4(g - m), g if x.from_grad else m)
     v = fma(f4(x.one_minus_beta2 * g), g, f4(v * x.beta2))
-    level = level_of(planes, v, noise)
+    # A parameter that is NaN gets to v where decay is coupled, and nowhere else.
+    level = level_of(planes, v, noise, coupled)
     correction = f4(f4(1) / x.bias_correction2_sqrt)
-    s.m[j], s.level[j] = m, level
+    s.m[j] = m
     s.denom[j] = fma(np.sqrt(v), correction, x.eps)
     return size_of(planes, m), level
 
@@ -272,7 +274,7 @@ def _decode_block(
     """Put the new moments of a block, and what its parameters are divided by."""
     q, header = planes, begin_decode(planes, b)
     number = np.uint32(counter.block + np.uint32(b))
-    m_top, v_top = np.uint32(0), np.uint32(0)
+    m_top = np.uint32(0)
     for i in range(HASHES):
         at = hash_of(number, i, counter)
         put(s.hash, i, at)
@@ -293,21 +295,16 @@ def _decode_block(
         n = np.uint32(at * FACTORS_U4[7])
         m_7, v_7 = _decode_one(params, q, grad, b, header, s, x, coupled, i, 7, n)
         m_top = max_of(m_top, largest_of((m_0, m_1, m_2, m_3, m_4, m_5, m_6, m_7)))
-        v_top = max_of(v_top, largest_of((v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7)))
+        put_levels(planes, s, i, (v_0, v_1, v_2, v_3, v_4, v_5, v_6, v_7))
     put(s.number, M_TOP, m_top)
-    put(s.number, V_TOP, v_top)
 
 
 @spliced
-def _cut_block(s: Scratch, size: int) -> None:
+def _cut_block(planes: Planes, s: Scratch, size: int) -> None:
     """Make zeros of what lies behind a parameter's end."""
-    top = np.uint32(0)
-    for i in range(BLOCK):
-        if i >= size:
-            put(s.m, i, f4(0))
-            put(s.level, i, np.uint32(0))
-        top = max_of(top, s.level[i])
-    put(s.number, V_TOP, top)
+    for i in range(size, BLOCK):
+        put(s.m, i, f4(0))
+    cut_levels(planes, s, size)
 
 
 @inlined
@@ -396,7 +393,7 @@ def _update_blocks(
             else:
                 _decode_block(params, planes, part, b, s, x, counter, False)
         if last < BLOCK:
-            _cut_block(scratch_of(group, np.uintp(here - 1)), last)
+            _cut_block(planes, scratch_of(group, np.uintp(here - 1)), last)
         for k in range(here):
             b, s = np.uintp(start + first + k), scratch_of(group, np.uintp(k))
             begin_encode(planes, b, s)

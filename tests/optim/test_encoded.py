@@ -357,3 +357,35 @@ def test_vectorised(name: str, halves: bool) -> None:
     assert len(re.findall(vectors, asm)) > 300
     # Integers of 64 bits: products and conversions that halve the width.
     assert not re.search(r"vpmullq|vcvtu?qq2p|vcvttp[sd]2u?qq", asm)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+@pytest.mark.parametrize("name", QUANTISED)
+def test_no_references_are_counted_between_blocks(name: str) -> None:
+    """A count is atomic: 20 cycles, and more where two threads hold the same array."""
+    import numba  # noqa: PLC0415
+
+    codec, kernel = quantised(name), kernels._update_blocks
+    fresh = numba.njit(nogil=True, error_model="numpy")(kernel.py_func)  # type: ignore[attr-defined]
+    param, data, grad = work(0, BLOCK, codec)
+    rows = param.reshape(-1, BLOCK), codec.planes(data), grad.reshape(-1, BLOCK)
+    counter = make_counter(Key(0, 1, 0))
+    fresh(*rows, 0, BLOCK, AdamWConfig().scalars(2), counter)
+    (asm,) = fresh.inspect_asm().values()
+    body = asm[: asm.index(".cfi_endproc")]
+    assert len(re.findall("NRT_incref", body)) == 0
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_nan_of_v_changes_no_code_beside_it(name: str) -> None:
+    codec = quantised(name)
+    param, data, grad = work(0, BLOCK, codec)
+    param[::3] = np.array([0xFFC00000], np.uint32).view(np.float32)
+    config = AdamWConfig(weight_decay=0.1, decoupled=False)
+    segment = EncodedSegment(0, BLOCK, codec, data, config, 2)
+    _, new_data = twin(param, data, grad, segment, 1.0)
+    with np.errstate(all="ignore"), UpdateThreads(1) as one:
+        update(param, grad, [segment], threads=one)
+    got, want = codec.planes(data), codec.planes(new_data)
+    assert np.array_equal(got.v, want.v)
+    assert np.array_equal(got.top, want.top)

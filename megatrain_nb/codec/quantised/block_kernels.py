@@ -9,6 +9,11 @@ piece of code of each. What a lane does with its eight elements i, i + 16, i + 3
 written out, since LLVM makes no vectors of loops in loops. So what the eight share stays
 in a register: their hash, and the bytes that their codes are packed in.
 
+[Note: narrow]
+Levels and codes of v fit a byte (two with 8 bits), so four of a lane's eight share a word of
+the scratch. Read as bytes, a vector of these has 64 elements instead of 16: the largest
+level is found, and codes are made of levels, in a quarter of the instructions.
+
 [Note: stages]
 A block waits several times for a number that all its elements make: the largest, a sum.
 Such a number takes some tens of cycles to go from a vector to a scalar, through a
@@ -28,6 +33,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic, overload
 from numpy import float32 as f4
 from numpy import uint8 as u1
+from numpy import uint16 as u2
 from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
@@ -66,18 +72,18 @@ class Scratch(NamedTuple):
     param: NDArray[np.float32]
     size: NDArray[np.float32]
     level: NDArray[np.uint32]
-    """Of v, see `level_of`."""
+    """Of v, see `level_of`, then their codes; see `narrow_kernels`."""
     hash: NDArray[np.uint32]
     """One for each lane."""
     number: NDArray[np.uint32]
     """What all elements of a block make, and what follows: at `M_TOP` and so on; floats as patterns."""
 
 
-M_TOP, V_TOP = 0, 1
-"""The largest `magnitude` of m, the largest level of v."""
-FIRST, MOST = 2, 3
+M_TOP = 0
+"""The largest `magnitude` of m."""
+FIRST, MOST = 1, 2
 """The level that has code 0, the largest code of v."""
-OWN = 4
+OWN = 3
 """Where numbers begin that only one kind of codec has."""
 
 
@@ -192,6 +198,8 @@ class V(NamedTuple):
     most: np.uint32
     fine: np.uint32
     below: np.uint32
+    widest: np.uint32
+    """What has room in the scratch; infinity has."""
 
 
 def v_of(codec: BlockCodec) -> V:
@@ -205,6 +213,7 @@ def v_of(codec: BlockCodec) -> V:
         most=u4(2**codec.bits - 1),
         fine=u4(fine),
         below=u4((1 << fine) - 1),
+        widest=u4(0xFFFF if fine else 0xFF),
     )
 
 
@@ -220,27 +229,87 @@ def level_of(v: np.float32, noise: np.uint32, x: V) -> np.uint32:
     return u4(u4(to_bits(v) + random) >> x.shift)
 
 
+class Narrow(NamedTuple):
+    """How the levels of v lie in the scratch, see [Note: narrow]."""
+
+    put: Any
+    """Put the levels of a lane."""
+    cut: Any
+    """Make zeros of what lies behind a parameter's end."""
+    top: Any
+    """Return the largest level, and put no level above what is finite."""
+    encode: Any
+    """Make codes of levels, where they are."""
+
+
+def narrow_kernels(x: V) -> Narrow:
+    """Return how a codec's levels lie in the scratch.
+
+    Bytes: those of elements k = 0 to 3 of a lane in one word, of 4 to 7 in another.
+    Pairs of bytes: k and k + 4 in a word.
+    """
+    kind, per = (u2, 2) if x.fine else (u1, 4)
+    words = BLOCK // per
+
+    @inlined
+    def put_bytes(s: Scratch, i: int, levels: Any) -> None:
+        a, b, c, d, e, f, g, h = levels
+        s.level[i], s.level[LANES + i] = four_bytes(a, b, c, d), four_bytes(e, f, g, h)
+
+    @inlined
+    def put_pairs(s: Scratch, i: int, levels: Any) -> None:
+        a, b, c, d, e, f, g, h = levels
+        s.level[i] = u4(a | u4(e << u4(16)))
+        s.level[16 + i] = u4(b | u4(f << u4(16)))
+        s.level[32 + i] = u4(c | u4(g << u4(16)))
+        s.level[48 + i] = u4(d | u4(h << u4(16)))
+
+    @inlined
+    def cut(s: Scratch, size: int) -> None:
+        levels = s.level[:words].view(kind)
+        for j in range(size, BLOCK):
+            k, i = j // LANES, j % LANES
+            word, part = (k // 4, k % 4) if per == 4 else (k % 4, k // 4)
+            levels[per * (LANES * word + i) + part] = 0
+
+    @inlined
+    def top(s: Scratch) -> np.uint32:
+        levels, largest = s.level[:words].view(kind), kind(0)
+        for j in range(BLOCK):
+            largest = max_of(largest, levels[j])
+        if largest > x.largest:  # an infinity
+            largest = kind(x.largest)
+            for j in range(BLOCK):
+                levels[j] = min(levels[j], largest)
+        return u4(largest)
+
+    @inlined
+    def encode(s: Scratch) -> None:
+        levels = s.level[:words].view(kind)
+        first, most = kind(s.number[FIRST]), kind(s.number[MOST])
+        for j in range(BLOCK):
+            code = kind(first - levels[j])
+            levels[j] = code if code < most else most
+
+    return Narrow(put_bytes if per == 4 else put_pairs, cut, top, encode)
+
+
 @inlined
-def begin_v(planes: Planes, b: np.uintp, s: Scratch, x: V) -> None:
+def four_bytes(a: np.uint32, b: np.uint32, c: np.uint32, d: np.uint32) -> np.uint32:
+    """Return a word of four bytes, the first in the lowest bits."""
+    left, right = u4(b << u4(8)), u4(u4(c << u4(16)) | u4(d << u4(24)))
+    return u4(u4(a | left) | right)
+
+
+@inlined
+def begin_v(planes: Planes, b: np.uintp, s: Scratch, level: np.uint32, x: V) -> None:
     """Write the top of block b; put `FIRST` and `MOST`."""
-    level = s.number[V_TOP]
-    if level > x.largest:  # an infinity
-        level = x.largest
-        for i in range(BLOCK):
-            s.level[i] = min(s.level[i], level)
     top = u4((level if level > x.least else x.least) >> x.fine)
     planes.top[b] = u1(top)
     first = first_of(top, x)
     room = u4(first - x.least)
     s.number[FIRST] = first
     s.number[MOST] = room if room < x.most else x.most
-
-
-@inlined
-def code_of(first: np.uint32, level: np.uint32, most: np.uint32) -> np.uint32:
-    """Return the code of a level."""
-    code = u4(first - level)
-    return code if code < most else most
 
 
 @inlined
@@ -261,6 +330,8 @@ class BlockKernels(NamedTuple):
     begin_decode: Any
     decode: Any
     level_of: Any
+    put_levels: Any
+    cut_levels: Any
     size_of: Any
     begin_encode: Any
     encode: Any
@@ -307,7 +378,7 @@ def unpack_kernel(bits: int) -> Any:
 
 
 def pack_kernel(bits: int) -> Any:
-    """Return the kernel that writes a lane's eight codes into row b."""
+    """Return the kernel that writes a lane's eight codes, of 8 or 4 bits, into row b."""
 
     @inlined
     def pack_8(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
@@ -323,29 +394,61 @@ def pack_kernel(bits: int) -> Any:
         plane[b, 32 + i] = u1(codes[2] | u4(codes[6] << u4(4)))
         plane[b, 48 + i] = u1(codes[3] | u4(codes[7] << u4(4)))
 
-    @inlined
-    def low(code: np.uint32) -> np.uint32:
-        return code if bits == 2 else u4(code & u4(3))
+    return {8: pack_8, 4: pack_4}[bits]
+
+
+def pack_narrow_kernel(bits: int) -> Any:
+    """Return the kernel that writes a lane's eight codes of v into row b, see `narrow_kernels`."""
 
     @inlined
-    def four(a: np.uint32, b: np.uint32, c: np.uint32, d: np.uint32) -> np.uint32:
-        """Return the two low bits of each, side by side."""
-        left, right = u4(low(b) << u4(2)), u4(u4(low(c) << u4(4)) | u4(low(d) << u4(6)))
-        return u4(u4(low(a) | left) | right)
+    def pack_pairs(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
+        for k in range(4):
+            pair = s.level[LANES * k + i]
+            plane[b, LANES * k + i] = u1(pair)
+            plane[b, 64 + LANES * k + i] = u1(u4(pair >> u4(16)))
+
+    if bits == 8:
+        return pack_pairs
+    pack_nibbles = pack_nibbles_kernel(bits)
 
     @inlined
-    def pack_2(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
-        plane[b, i] = u1(four(codes[0], codes[2], codes[4], codes[6]))
-        plane[b, 16 + i] = u1(four(codes[1], codes[3], codes[5], codes[7]))
+    def pack(plane: NDArray[np.uint8], b: np.uintp, i: int, s: Scratch) -> None:
+        low, high = s.level[i], s.level[LANES + i]
+        pack_nibbles(plane, b, i, u4(low | u4(high << u4(4))))
+
+    return pack
+
+
+def pack_nibbles_kernel(bits: int) -> Any:
+    """Return the kernel that writes a word of eight codes, see `nibbles`, into row b."""
 
     @inlined
-    def pack_3(plane: NDArray[np.uint8], b: np.uintp, i: int, codes: Any) -> None:
-        pack_2(plane, b, i, codes)
-        low = u4(u4(codes[0] & u4(4)) >> u4(2)) | u4(u4(codes[1] & u4(4)) >> u4(1))
-        low = u4(u4(low | u4(codes[2] & u4(4))) | u4(u4(codes[3] & u4(4)) << u4(1)))
-        high = u4(u4(codes[4] & u4(4)) << u4(2)) | u4(u4(codes[5] & u4(4)) << u4(3))
-        high = u4(high | u4(u4(codes[6] & u4(4)) << u4(4)))
-        high = u4(high | u4(u4(codes[7] & u4(4)) << u4(5)))
-        plane[b, 32 + i] = u1(low | high)
+    def pack_4(plane: NDArray[np.uint8], b: np.uintp, i: int, word: np.uint32) -> None:
+        plane[b, i], plane[b, 16 + i] = u1(word), u1(u4(word >> u4(8)))
+        plane[b, 32 + i] = u1(u4(word >> u4(16)))
+        plane[b, 48 + i] = u1(u4(word >> u4(24)))
 
-    return {8: pack_8, 4: pack_4, 3: pack_3, 2: pack_2}[bits]
+    @inlined
+    def pack_2(plane: NDArray[np.uint8], b: np.uintp, i: int, word: np.uint32) -> None:
+        both = u4(word | u4(word >> u4(14)))
+        plane[b, i], plane[b, 16 + i] = u1(both), u1(u4(both >> u4(8)))
+
+    @inlined
+    def pack_3(plane: NDArray[np.uint8], b: np.uintp, i: int, word: np.uint32) -> None:
+        pack_2(plane, b, i, u4(word & u4(0x33333333)))
+        high = u4(u4(word >> u4(2)) & u4(0x11111111))
+        left = u4(u4(high >> u4(14)) | u4(high >> u4(21)))
+        plane[b, 32 + i] = u1(u4(u4(high | u4(high >> u4(7))) | left))
+
+    return {4: pack_4, 3: pack_3, 2: pack_2}[bits]
+
+
+@inlined
+def nibbles(codes: Any) -> np.uint32:
+    """Return a word of eight codes: k in byte k, and k + 4 in the upper half of that."""
+    a, b, c, d, e, f, g, h = codes
+    low = u4(u4(a | u4(b << u4(8))) | u4(u4(c << u4(16)) | u4(d << u4(24))))
+    high = u4(
+        u4(u4(e << u4(4)) | u4(f << u4(12))) | u4(u4(g << u4(20)) | u4(h << u4(28)))
+    )
+    return u4(low | high)

@@ -38,9 +38,19 @@ def decode(planes: Planes, b: np.uintp, header: Any, i: int, k: int) -> Any:
     return _KERNELS[type(planes)].decode(planes, b, header, i, k)
 
 
-def level_of(planes: Planes, v: np.float32, noise: np.uint32) -> np.uint32:
-    """Return what stands for v until the codes are known."""
-    return np.uint32(_KERNELS[type(planes)].level_of(v, noise))
+def level_of(planes: Planes, v: np.float32, noise: np.uint32, odd: bool) -> np.uint32:
+    """Return what stands for v, which may be NaN if ``odd``, until the codes are known."""
+    return np.uint32(_KERNELS[type(planes)].level_of(v, noise, odd))
+
+
+def put_levels(planes: Planes, s: Scratch, i: int, levels: Any) -> None:
+    """Put the levels of a lane's eight elements."""
+    _KERNELS[type(planes)].put_levels(s, i, levels)
+
+
+def cut_levels(planes: Planes, s: Scratch, size: int) -> None:
+    """Make zeros of the levels behind a parameter's end."""
+    _KERNELS[type(planes)].cut_levels(s, size)
 
 
 def size_of(planes: Planes, m: np.float32) -> np.uint32:
@@ -81,9 +91,21 @@ def _decode(planes: Any, b: Any, header: Any, i: Any, k: Any) -> Any:
 
 
 @overload(level_of, strict=False, jit_options=INLINED)
-def _level_of(planes: Any, v: Any, noise: Any) -> Any:
+def _level_of(planes: Any, v: Any, noise: Any, odd: Any) -> Any:
     run = _kernels_of(planes).level_of
-    return lambda planes, v, noise: run(v, noise)
+    return lambda planes, v, noise, odd: run(v, noise, odd)
+
+
+@overload(put_levels, strict=False, jit_options=INLINED)
+def _put_levels(planes: Any, s: Any, i: Any, levels: Any) -> Any:
+    run = _kernels_of(planes).put_levels
+    return lambda planes, s, i, levels: run(s, i, levels)
+
+
+@overload(cut_levels, strict=False, jit_options=INLINED)
+def _cut_levels(planes: Any, s: Any, size: Any) -> Any:
+    run = _kernels_of(planes).cut_levels
+    return lambda planes, s, size: run(s, size)
 
 
 @overload(size_of, strict=False, jit_options=INLINED)

@@ -13,18 +13,17 @@ from numpy import uint32 as u4
 from megatrain_nb.codec.kernels import load, put, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
     FACTORS_U4,
-    FIRST,
     M_TOP,
-    MOST,
     OWN,
     BlockKernels,
     Scratch,
     begin_v,
-    code_of,
     first_of,
     level_of,
     magnitude,
+    narrow_kernels,
     pack_kernel,
+    pack_narrow_kernel,
     to_largest,
     unpack_kernel,
     v_of,
@@ -56,7 +55,13 @@ def linear_kernels(codec: Linear) -> BlockKernels:
     lowest = i4((COUNT + f4(1)).view(np.int32))
     highest = i4((COUNT + f4(2 * steps + 1)).view(np.int32))
 
-    unpack, pack = unpack_kernel(bits), pack_kernel(bits)
+    unpack, pack, pack_v = (
+        unpack_kernel(bits),
+        pack_kernel(bits),
+        pack_narrow_kernel(bits),
+    )
+    narrow = narrow_kernels(x)
+    top_level, encode_levels = narrow.top, narrow.encode
 
     @inlined
     def begin_decode(planes: Planes, b: np.uintp) -> Any:
@@ -69,8 +74,9 @@ def linear_kernels(codec: Linear) -> BlockKernels:
         return m, v_of_code(first, unpack(planes.v, b, i, k), x)
 
     @inlined
-    def level(v: np.float32, noise: np.uint32) -> np.uint32:
-        return level_of(v, noise, x)
+    def level(v: np.float32, noise: np.uint32, odd: bool) -> np.uint32:
+        level = level_of(v, noise, x)
+        return x.widest if odd and level > x.widest else level
 
     @inlined
     def m_code(s: Scratch, i: int, inverse: np.float32, noise: np.uint32) -> np.uint32:
@@ -86,7 +92,7 @@ def linear_kernels(codec: Linear) -> BlockKernels:
 
     def begin_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """Write the top of v and the scale of m."""
-        begin_v(planes, b, s, x)
+        begin_v(planes, b, s, top_level(s), x)
         largest = to_largest(s.number[M_TOP])
         scale = u4(to_bits(f4(largest / steps)) >> u4(16))
         step, inverse = to_float(u4(scale << u4(16))), f4(0)
@@ -99,7 +105,7 @@ def linear_kernels(codec: Linear) -> BlockKernels:
 
     def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """Write the codes."""
-        first, most = s.number[FIRST], s.number[MOST]
+        encode_levels(s)
         inverse = to_float(s.number[INVERSE])
         for i in range(LANES):
             at = s.hash[i]
@@ -113,23 +119,14 @@ def linear_kernels(codec: Linear) -> BlockKernels:
                 m_code(s, 96 + i, inverse, u4(at * FACTORS_U4[6])),
                 m_code(s, 112 + i, inverse, u4(at * FACTORS_U4[7])),
             )
-            v_codes = (
-                code_of(first, s.level[i], most),
-                code_of(first, s.level[16 + i], most),
-                code_of(first, s.level[32 + i], most),
-                code_of(first, s.level[48 + i], most),
-                code_of(first, s.level[64 + i], most),
-                code_of(first, s.level[80 + i], most),
-                code_of(first, s.level[96 + i], most),
-                code_of(first, s.level[112 + i], most),
-            )
             pack(planes.m, b, i, m_codes)
-            pack(planes.v, b, i, v_codes)
+            pack_v(planes.v, b, i, s)
 
     def nothing_left(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """All is written."""
 
     rest = (nothing_left,) * 5
     return BlockKernels(
-        *(begin_decode, decode, level, size_of, begin_encode, encode, *rest)
+        *(begin_decode, decode, level, narrow.put, narrow.cut, size_of),
+        *(begin_encode, encode, *rest),
     )

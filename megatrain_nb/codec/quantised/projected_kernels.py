@@ -11,23 +11,23 @@ from numpy import uint16 as u2
 from numpy import uint32 as u4
 
 from megatrain_nb.codec.base import BLOCK
-from megatrain_nb.codec.kernels import put, to_bits, to_float
+from megatrain_nb.codec.kernels import INFINITY, put, to_bits, to_float
 from megatrain_nb.codec.quantised.block_kernels import (
     FACTORS_U4,
-    FIRST,
     M_TOP,
-    MOST,
     OWN,
     BlockKernels,
     Scratch,
     begin_v,
-    code_of,
     first_of,
     largest_of,
     level_of,
     magnitude,
     max_of,
-    pack_kernel,
+    narrow_kernels,
+    nibbles,
+    pack_narrow_kernel,
+    pack_nibbles_kernel,
     to_largest,
     unpack_kernel,
     v_of,
@@ -60,7 +60,14 @@ ALONG, SQUARE = OWN + 5, OWN + 6
 def projected_kernels(codec: Projected) -> BlockKernels:
     """Return the kernels of one codec."""
     x = v_of(codec)
-    unpack, pack = unpack_kernel(codec.bits), pack_kernel(codec.bits)
+    bits = codec.bits
+    unpack, pack, pack_v = (
+        unpack_kernel(bits),
+        pack_nibbles_kernel(bits),
+        pack_narrow_kernel(bits),
+    )
+    narrow = narrow_kernels(x)
+    top_level, encode_levels = narrow.top, narrow.encode
     doubling = u4(codec.shift - 23)
     levels, levels_f4 = i4(codec.levels), f4(codec.levels)
     unit, half_unit, cut = i4(UNIT), i4(UNIT // 2), i4(-UNIT)
@@ -69,6 +76,7 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     count, largest_size = COUNT, u4((COUNT + f4(1)).view(np.uint32))
     zero_size, half = u4(COUNT.view(np.uint32)), f4(COUNT + f4(0.5))
     zero_sizes = u4(BLOCK * int(zero_size) & 0xFFFFFFFF)
+    all_levels = u4(0x11111111 * codec.levels)
     sign_only = codec.levels == 1
     last = u4((COUNT + levels_f4).view(np.uint32))
 
@@ -94,16 +102,17 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         return f4(level * to_float(u4(step - root))), v_of_code(first, v_code, x)
 
     @inlined
-    def level(v: np.float32, noise: np.uint32) -> np.uint32:
-        return level_of(v, noise, x)
+    def level(v: np.float32, noise: np.uint32, odd: bool) -> np.uint32:
+        level = level_of(v, noise, x)
+        return x.widest if odd and level > x.widest else level
 
     @inlined
-    def even_out(s: Scratch, i: int, first: np.uint32, most: np.uint32) -> Any:
-        """Multiply m by the root of v's decay; return the code of v, and the magnitude."""
-        code = code_of(first, s.level[i], most)
+    def even_out(s: Scratch, i: int, codes: np.uint32, k: int) -> np.uint32:
+        """Multiply m by the root of v's decay, byte k of the codes; return the magnitude."""
+        code = u4(u4(codes >> u4(8 * k)) & u4(0xFF))
         m = f4(s.m[i] * to_float(u4(u4(octaves_of(code) + u4(127)) << u4(23))))
         s.m[i] = m
-        return code, magnitude(m)
+        return magnitude(m)
 
     @inlined
     def size_of(m: np.float32) -> np.uint32:
@@ -111,28 +120,33 @@ def projected_kernels(codec: Projected) -> BlockKernels:
 
     def begin_encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """Write the top of v."""
-        begin_v(planes, b, s, x)
+        begin_v(planes, b, s, top_level(s), x)
 
     def encode(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """Write the codes of v."""
-        first, most = s.number[FIRST], s.number[MOST]
+        encode_levels(s)
         largest = u4(0)
         for i in range(LANES):
-            code_0, size_0 = even_out(s, i, first, most)
-            code_1, size_1 = even_out(s, 16 + i, first, most)
-            code_2, size_2 = even_out(s, 32 + i, first, most)
-            code_3, size_3 = even_out(s, 48 + i, first, most)
-            code_4, size_4 = even_out(s, 64 + i, first, most)
-            code_5, size_5 = even_out(s, 80 + i, first, most)
-            code_6, size_6 = even_out(s, 96 + i, first, most)
-            code_7, size_7 = even_out(s, 112 + i, first, most)
-            codes = code_0, code_1, code_2, code_3, code_4, code_5, code_6, code_7
+            low, high = s.level[i], s.level[LANES + i]
+            size_0, size_1 = even_out(s, i, low, 0), even_out(s, 16 + i, low, 1)
+            size_2, size_3 = even_out(s, 32 + i, low, 2), even_out(s, 48 + i, low, 3)
+            size_4, size_5 = even_out(s, 64 + i, high, 0), even_out(s, 80 + i, high, 1)
+            size_6, size_7 = even_out(s, 96 + i, high, 2), even_out(s, 112 + i, high, 3)
             sizes = size_0, size_1, size_2, size_3, size_4, size_5, size_6, size_7
-            pack(planes.v, b, i, codes)
+            pack_v(planes.v, b, i, s)
             largest = max_of(largest, largest_of(sizes))
         put(s.number, M_TOP, largest)
 
+    @inlined
+    def without_sign(s: Scratch) -> None:
+        """Take the sign of what is NaN: that is not below zero."""
+        for i in range(BLOCK):
+            size = magnitude(s.m[i])
+            s.m[i] = to_float(size) if size > INFINITY else s.m[i]
+
     def begin_measure(planes: Planes, b: np.uintp, s: Scratch) -> None:
+        if s.number[M_TOP] > INFINITY:
+            without_sign(s)
         top = to_largest(s.number[M_TOP])
         to_size = f4(f4(1) / top) if top >= SMALLEST_SCALE else f4(0)
         put(s.number, TO_SIZE, to_bits(to_size))
@@ -161,14 +175,22 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     def m_code(
         s: Scratch, i: int, noise: np.uint32, per_step: Any, spread: Any, least: Any
     ) -> tuple[np.uint32, np.int32, np.int32]:
-        """Return the code of m, its level times the size, and the level's square."""
+        """Return level and sign of m, its level times the size, and the level's square."""
         part = f4(f4(to_float(u4(u4(noise & M_BITS) | M_PATTERN)) * spread) + least)
         place = to_bits(f4(f4(s.size[i] * per_step) + part))
         place = place if place < last else last
         far = i4(u4(u4(place >> u4(15)) & u4(3)))
         along = i4(far * i4(u4(to_bits(s.size[i]) - zero_size)))
-        code = u4(i4(levels - far)) if s.m[i] < 0 else u4(i4(levels + far))
+        code = u4(u4(u4(far) << u4(1)) | u4(to_bits(s.m[i]) >> u4(31)))
         return code, along, far if sign_only else i4(far * far)
+
+    @inlined
+    def pack_m(plane: Any, b: np.uintp, i: int, codes: Any) -> None:
+        """Write the codes of a lane's levels and signs: `levels` more, or less, all at once."""
+        word = nibbles(codes)
+        negative = u4(u4(word & u4(0x11111111)) * u4(levels))
+        far = u4(u4(word >> u4(1)) & all_levels)
+        pack(plane, b, i, u4(u4(far ^ negative) + u4(all_levels - negative)))
 
     @inlined
     def sum_of(values: Any) -> Any:
@@ -202,11 +224,20 @@ def projected_kernels(codec: Projected) -> BlockKernels:
             c_7, a_7, q_7 = m_code(
                 s, 112 + i, u4(at * FACTORS_U4[7]), per, spread, base
             )
-            pack(planes.m, b, i, (c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7))
+            pack_m(planes.m, b, i, (c_0, c_1, c_2, c_3, c_4, c_5, c_6, c_7))
             along = i4(along + sum_of((a_0, a_1, a_2, a_3, a_4, a_5, a_6, a_7)))
             square = i4(square + sum_of((q_0, q_1, q_2, q_3, q_4, q_5, q_6, q_7)))
         put(s.number, ALONG, u4(along))
         put(s.number, SQUARE, u4(square))
+
+    @inlined  # spliced, numba would count references to the planes at each branch
+    def put_scale(planes: Planes, b: np.uintp, scale: np.float32) -> None:
+        if scale < SMALLEST_SCALE:
+            for i in range(LANES):
+                pack(planes.m, b, i, all_levels)
+            planes.scale[b] = u2(0)
+        else:
+            planes.scale[b] = u2(u4(to_bits(scale) >> u4(16)))
 
     def finish(planes: Planes, b: np.uintp, s: Scratch) -> None:
         """Write the scale of m."""
@@ -214,15 +245,10 @@ def projected_kernels(codec: Projected) -> BlockKernels:
         square = square if square > i4(1) else i4(1)
         share = f4(f4(along) / f4(i4(square * unit)))
         scale = f4(f4(to_largest(s.number[M_TOP]) * share) * SLACK)
-        if scale < SMALLEST_SCALE:
-            zero = u4(levels)
-            for i in range(LANES):
-                pack(planes.m, b, i, (zero, zero, zero, zero, zero, zero, zero, zero))
-            put(planes.scale, b, u2(0))
-        else:
-            put(planes.scale, b, u2(to_bits(scale) >> u4(16)))
+        put_scale(planes, b, scale)
 
     return BlockKernels(
-        *(begin_decode, decode, level, size_of, begin_encode, encode),
+        *(begin_decode, decode, level, narrow.put, narrow.cut, size_of),
+        *(begin_encode, encode),
         *(begin_measure, measure, begin_rest, encode_rest, finish),
     )
