@@ -259,12 +259,20 @@ class Checkpoints:
         """
         models = self._session.models.usable()
         whole = sum(_whole_bytes(model) for model in models)
-        needed = whole + _next_step_bytes(models)
+        # No plan is asked, since the next one may keep more in RAM: at best, all of the budget.
+        share, most = (
+            self._session.models.share_bytes(),
+            self._session.max_resident_bytes,
+        )
+        share = share if most is None else min(share, most)
+        specs = [model.layers.spec for model in models]
+        left = [max(0, spec.state_bytes - share) for spec in specs]
+        needed = whole + sum(left)
         allowed = self._session.store.capacity_bytes
         if needed > allowed:
             msg = (
                 f"a checkpoint keeps {format_bytes(whole)} on disk as they are, and the next step writes them anew: "
-                f"{format_bytes(needed)} are needed for one, and max_disk_gb or the free space allow "
+                f"at least {format_bytes(needed)} are needed for one, and max_disk_gb or the free space allow "
                 f"{format_bytes(allowed)}, so that this run would end at its first save. Raise max_disk_gb, free some "
                 'space, or train without checkpoints: save_strategy="no", and no crash_safe'
             )
