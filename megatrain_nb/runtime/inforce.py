@@ -71,8 +71,10 @@ def expected_peaks(offloaded: OffloadedModel) -> dict[str, int]:
     plan = plan_in_force(offloaded) if alone and _each_once(offloaded) else None
     if plan is None:
         return {}
+    # A forecast adds what runs differ by; where that is too much, the session gives way, and keeps to its budget.
+    ram = plan.peak_ram_bytes - plan.machine.framework_bytes
     peaks = {
-        "ram": plan.peak_ram_bytes - plan.machine.framework_bytes,
+        "ram": min(ram, offloaded.session.max_ram_bytes),
         "device": plan.peak_vram_bytes,
         "disk": plan.disk_bytes,
     }

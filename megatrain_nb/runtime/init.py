@@ -49,8 +49,8 @@ def init(
     optimizer_compression
         How Adam's moments are stored: False, as fp32; ``"lossless"``, packed on disk bit for bit, and fp32 in RAM;
         ``"8bit"``, ``"4bit"``, ``"3bit"`` or ``"2bit"``, quantised; ``"dynamic"`` or True, in 2 to 4 bits by an
-        error budget. ``"2bit"`` and ``"dynamic"`` are experimental. Or a mapping from patterns of parameter or module names to these, ``"lossless"`` not among
-        them; the first that matches counts, and what none matches stays fp32. Vectors, norms and
+        error budget. ``"3bit"``, ``"2bit"`` and ``"dynamic"`` are experimental. Or a mapping from patterns of parameter or
+        module names to these, ``"lossless"`` not among them; the first that matches counts, and what none matches stays fp32. Vectors, norms and
         parameters below 4096 elements stay fp32 in any case; embeddings and the head get 8 bits at least. See
         docs/codecs.md for what each loses.
     weight_compression

@@ -62,7 +62,7 @@ def opening_notes(
 def experimental_notes(codecs: Iterable[str]) -> tuple[str, ...]:
     """Return what to know about those of these codecs that are experimental."""
     return tuple(
-        f'optimizer_compression="{name}" is experimental: in a small training its loss was {EXPERIMENTAL[name]} % over '
+        f'optimizer_compression="{name}" is experimental: in small trainings its loss was up to {EXPERIMENTAL[name]} % over '
         "that of fp32 moments (docs/codecs.md)"
         for name in dict.fromkeys(codecs)
         if name in EXPERIMENTAL

@@ -22,8 +22,8 @@ def test_one_for_all(name: str) -> None:
 def test_what_is_experimental_says_so() -> None:
     found = parse_compression({"a": "4bit", "b": "2bit", "c": "2bit", "d": True})
     assert found.experimental == ("2bit", "dynamic")
-    assert parse_compression("3bit").experimental == ()
-    assert [title(name) for name in ("3bit", "2bit")] == ["3bit", "2bit (experimental)"]
+    assert parse_compression("4bit").experimental == ()
+    assert [title(name) for name in ("4bit", "2bit")] == ["4bit", "2bit (experimental)"]
 
 
 def test_true_and_false() -> None:

@@ -142,11 +142,11 @@ def test_without_measured_figures_there_is_no_plan(
             assert recorder.layout.planned_seconds == {}
 
 
-def test_planned_peaks_are_those_of_the_plan(tmp_path: Path) -> None:
-    with mt.init(tmp_path / "o", max_ram_gb="100 MB") as session:
-        session.max_resident_bytes = 0
-        _, made = make_model()
-        model, optimizer = mt.wrap(made, lr=1e-3)
+@pytest.mark.parametrize("max_ram_gb", [0.1, 2.0])
+def test_planned_peaks_are_those_of_the_plan(tmp_path: Path, max_ram_gb: float) -> None:
+    with mt.init(tmp_path / "o", max_ram_gb=max_ram_gb) as session:
+        session.max_resident_bytes = 0 if max_ram_gb < 1 else None
+        model, optimizer = mt.wrap(make_model()[1], lr=1e-3)
         recorder = Recorder()
         follow(session, recorder)
         offloaded = offloaded_model(model)
@@ -157,11 +157,10 @@ def test_planned_peaks_are_those_of_the_plan(tmp_path: Path) -> None:
         assert recorder.layout.planned_peaks["ram"] > 80e6  # torch's own, and more
         now, plan = offloaded.memory.layout(), session.plan
         assert plan is not None
+        ram = plan.peak_ram_bytes - plan.machine.framework_bytes
+        expected = {"ram": 10**8, "disk": plan.disk_bytes} if max_ram_gb < 1 else {"ram": ram}  # fmt: skip
         for layout in (now, Layout.from_json(now.to_json())):
-            assert layout.planned_peaks == {
-                "ram": plan.peak_ram_bytes - plan.machine.framework_bytes,
-                "disk": plan.disk_bytes,
-            }
+            assert layout.planned_peaks == expected
         other, _ = mt.wrap(make_model()[1], lr=1e-3)
         assert offloaded.memory.layout().planned_peaks == {}  # it takes its share
         mt.unwrap(other)
