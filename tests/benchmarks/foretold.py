@@ -1,8 +1,9 @@
 """Training runs whose figures a forecast should have told before.
 
 Run as ``python -m tests.benchmarks.foretold DIR``; each line on stdin is a case, as JSON (the fields of `Case`
-of ``test_forecast.py``), and answers with one line of JSON. Each case has a forked process of its own: memory
-of one does not count for the next, and torch is imported once.
+of ``test_forecast.py``), and answers with one line of JSON; before the first comes a line with the pace at the start.
+Each case has a forked process of its own: memory of one does not count for the next, and torch is imported once. The
+cores of a shared machine are a third faster in one minute than in another, so each answer has the pace of its own minute.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from statistics import mean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -21,6 +23,20 @@ import megatrain_nb as mt
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.offload import offloaded_model
 from megatrain_nb.runtime.warmup import load_code
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def pace() -> float:
+    """Return how many matrix products a second the cores make now; in a process that is forked, or torch has threads."""
+    left, right = torch.ones(128, 2048), torch.ones(2048, 2048)
+    taken = []
+    for _ in range(60):
+        start = time.perf_counter()
+        left @ right
+        taken.append(time.perf_counter() - start)
+    return 1 / median(taken)
 
 
 def make_config(family: str, **values: Any) -> Any:
@@ -86,15 +102,14 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
     }
 
 
-def forked(given: dict[str, Any], directory: str) -> str:
-    """Return the JSON of `run` in a process of its own."""
+def forked(call: Callable[[], Any]) -> Any:
+    """Return what a call returns, by way of JSON, in a process of its own; None where that fails."""
     out, into = os.pipe()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            text = json.dumps(run(given, directory))
-            os.write(into, text.encode())
+            os.write(into, json.dumps(call()).encode())
             code = 0
         finally:
             os._exit(code)
@@ -102,14 +117,21 @@ def forked(given: dict[str, Any], directory: str) -> str:
     with os.fdopen(out) as answer:
         text = answer.read()
     os.waitpid(child, 0)
-    return text or "{}"
+    return json.loads(text) if text else None
 
 
 def main(directory: str) -> None:
     """Answer each line."""
     load_code()
+    before = forked(pace)
+    print(json.dumps(before), flush=True)
     for line in sys.stdin:
-        print(forked(json.loads(line), directory), flush=True)
+        answer = forked(partial(run, json.loads(line), directory)) or {}
+        after = forked(pace)
+        if answer:
+            answer["pace"] = mean((before, after))
+        print(json.dumps(answer), flush=True)
+        before = after
 
 
 if __name__ == "__main__":
