@@ -14,7 +14,6 @@ from megatrain_nb.notebook.render import page, text_line
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.plan.history import StepRow
 from megatrain_nb.runtime.status import TierStatus
-from tests.notebook.test_pictures import make_layout
 
 SECONDS = {"compute": 2.0, "wait": 1.0, "update": 0.5, "other": 0.25, "new": 0.25}
 FULL = Snapshot(
@@ -151,15 +150,6 @@ def test_both_parts_of_the_ram_and_its_peak_are_stacked() -> None:
     shares = re.findall(r"width:([\d.]+)%;height:10px", over)
     assert shares == ["80.00", "20.00"]  # a bar ends at the budget; the numbers do not
     assert "150% now, 160% at the peak" in over
-
-
-def test_the_planned_peak_stands_beside_the_measured_one() -> None:
-    layout = replace(make_layout(), planned_peaks={"ram": 700})
-    tiers = {"ram": TierStatus(500, 800, 1000), "disk": TierStatus(1, 2, None)}
-    snap = replace(FULL, layout=layout, tiers=tiers)
-    for shown in (text_of(page(snap)), text_line(snap)):
-        assert "peak 800 B, plan 700 B, budget 1.00 kB" in shown
-        assert "peak 2 B, no limit" in shown
 
 
 def test_where_the_kernel_does_not_say_the_pool_alone_is_told() -> None:
