@@ -240,10 +240,12 @@ class Narrow(NamedTuple):
     """Return the largest level, and put no level above what is finite."""
     encode: Any
     """Make codes of levels, where they are."""
+    pack: Any
+    """Write a lane's codes into row b."""
 
 
-def narrow_kernels(x: V) -> Narrow:
-    """Return how a codec's levels lie in the scratch.
+def narrow_kernels(x: V, bits: int) -> Narrow:
+    """Return how the levels of a codec of so many bits lie in the scratch.
 
     Bytes: those of elements k = 0 to 3 of a lane in one word, of 4 to 7 in another.
     Pairs of bytes: k and k + 4 in a word.
@@ -291,7 +293,8 @@ def narrow_kernels(x: V) -> Narrow:
             code = kind(first - levels[j])
             levels[j] = code if code < most else most
 
-    return Narrow(put_bytes if per == 4 else put_pairs, cut, top, encode)
+    put, pack = put_bytes if per == 4 else put_pairs, pack_narrow_kernel(bits)
+    return Narrow(put, cut, top, encode, pack)
 
 
 @inlined

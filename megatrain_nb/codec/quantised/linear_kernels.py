@@ -23,7 +23,6 @@ from megatrain_nb.codec.quantised.block_kernels import (
     magnitude,
     narrow_kernels,
     pack_kernel,
-    pack_narrow_kernel,
     to_largest,
     unpack_kernel,
     v_of,
@@ -55,13 +54,9 @@ def linear_kernels(codec: Linear) -> BlockKernels:
     lowest = i4((COUNT + f4(1)).view(np.int32))
     highest = i4((COUNT + f4(2 * steps + 1)).view(np.int32))
 
-    unpack, pack, pack_v = (
-        unpack_kernel(bits),
-        pack_kernel(bits),
-        pack_narrow_kernel(bits),
-    )
-    narrow = narrow_kernels(x)
-    top_level, encode_levels = narrow.top, narrow.encode
+    unpack, pack = unpack_kernel(bits), pack_kernel(bits)
+    narrow = narrow_kernels(x, bits)
+    top_level, encode_levels, pack_v = narrow.top, narrow.encode, narrow.pack
 
     @inlined
     def begin_decode(planes: Planes, b: np.uintp) -> Any:

@@ -26,7 +26,6 @@ from megatrain_nb.codec.quantised.block_kernels import (
     max_of,
     narrow_kernels,
     nibbles,
-    pack_narrow_kernel,
     pack_nibbles_kernel,
     to_largest,
     unpack_kernel,
@@ -61,13 +60,9 @@ def projected_kernels(codec: Projected) -> BlockKernels:
     """Return the kernels of one codec."""
     x = v_of(codec)
     bits = codec.bits
-    unpack, pack, pack_v = (
-        unpack_kernel(bits),
-        pack_nibbles_kernel(bits),
-        pack_narrow_kernel(bits),
-    )
-    narrow = narrow_kernels(x)
-    top_level, encode_levels = narrow.top, narrow.encode
+    unpack, pack = unpack_kernel(bits), pack_nibbles_kernel(bits)
+    narrow = narrow_kernels(x, bits)
+    top_level, encode_levels, pack_v = narrow.top, narrow.encode, narrow.pack
     doubling = u4(codec.shift - 23)
     levels, levels_f4 = i4(codec.levels), f4(codec.levels)
     unit, half_unit, cut = i4(UNIT), i4(UNIT // 2), i4(-UNIT)
