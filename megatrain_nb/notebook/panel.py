@@ -70,9 +70,8 @@ class Panel:
         """Draw something that is not seen: a frontend tells the kernel of its view, as it would tell of a click."""
         before, self._asking = self._asking, widgets.HTML(_view_count=0)
         self._asking.observe(self._hear, "_view_count")
-        if (
-            self._asking._view_count
-        ):  # a frontend knows a widget as soon as it is made, and may have answered
+        # A frontend knows a widget as soon as it is made, and may have answered.
+        if self._asking._view_count:
             self._hear(None)
         self._unseen.children = (self._asking,)
         if before is not None:

@@ -54,6 +54,10 @@ class Choices:
         have: int = getattr(machine, f"{tier}_bytes")
         return min(asked or have, have)
 
+    def ram_limit_bytes(self, machine: Machine) -> int:
+        """Return the budget of RAM: what is asked for, also where that is more than the machine has."""
+        return self.max_ram_bytes or machine.ram_bytes
+
     @property
     def on_disk(self) -> OnDisk:
         """What pieces take on the disk."""

@@ -163,7 +163,7 @@ class Plan:
         """Budget by tier, in bytes; that of RAM counts the process as a whole."""
         choices, machine = self.choices, self.machine
         found = {
-            "ram": (choices.max_ram_bytes or machine.ram_bytes)
+            "ram": choices.ram_limit_bytes(machine)
             + machine.framework_bytes
             + ROUNDING_BYTES,
             "disk": choices.limit_bytes("disk", machine),

@@ -98,7 +98,7 @@ class _Planner:
         self._shape, self._machine, self._choices = shape, machine, choices
         self._spec = spec_of(shape, choices)
         self._order = range(len(self._spec.blocks))
-        self._limit = choices.max_ram_bytes or machine.ram_bytes
+        self._limit = choices.ram_limit_bytes(machine)
         self._working = working_bytes(self._spec)
         self._streaming = self._working + choices.packing_bytes
         self._room = self._limit - self._streaming

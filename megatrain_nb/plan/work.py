@@ -135,7 +135,7 @@ class ModelWork:
         needed = (
             working_bytes(spec) + choices.packing_bytes + residency.activation_bytes
         )
-        limit = choices.max_ram_bytes or self._machine.ram_bytes
+        limit = choices.ram_limit_bytes(self._machine)
         return self._machine.in_place and bool(residency.disk_bytes) and needed >= limit
 
     def _freed_bytes(self, part: Part) -> int:
@@ -146,7 +146,7 @@ class ModelWork:
 
     @property
     def _large_bytes(self) -> int:
-        return large_bytes(self._choices.max_ram_bytes or self._machine.ram_bytes)
+        return large_bytes(self._choices.ram_limit_bytes(self._machine))
 
     def _gradients(self, part: Part) -> list[int]:
         """Return the bytes of each gradient as a backward makes it."""

@@ -393,10 +393,7 @@ class Executor:
         near = list(islice(order, NUM_FIRST if forward else NUM_FIRST + 1))
         keep = self.layers.spec.pack_indices([*near, *self._predictor.instead()])
         # What the last block shares with the first, as tied weights, need not be read again at the end of backward.
-        soon = set(self._soon(wanted.kind)).difference(keep)
-        for pack in soon.intersection(self._loaded):
-            self.unload(pack, keep=True, stay=pack in self.stay)
-        self._settle_unneeded(soon.union(keep), stale=False)
+        self._settle_unneeded(keep, soon=self._soon(wanted.kind), stale=False)
         return self._schedule(chain(near, order), wanted.kind)
 
     def _schedule(self, order: Iterable[int], kind: Kind) -> Iterator[Action]:
@@ -461,15 +458,25 @@ class Executor:
             self._hosted.remove(pack)
             self.pager.drop(pack, What.WEIGHTS, keep=keep)
 
-    def _settle_unneeded(self, keep: Collection[int], *, stale: bool = True) -> None:
-        """Unload what is not needed; with ``stale`` what stays on the device as well, since it is old."""
+    def _settle_unneeded(
+        self,
+        keep: Collection[int],
+        *,
+        soon: Collection[int] = (),
+        stale: bool = True,
+    ) -> None:
+        """Unload what is not needed; with ``stale`` what stays on the device as well, since it is old.
+
+        What is needed ``soon`` stays in RAM until the room is needed.
+        """
         for pack in self.layers.spec.packs:
             if pack.index in keep:
                 continue
             if pack.index in self._loaded:
                 stay = not stale and pack.index in self.stay
-                self.unload(pack.index, stay=stay)
-            self.pager.settle(self.pager.piece(pack.index, What.WEIGHTS))
+                self.unload(pack.index, keep=pack.index in soon, stay=stay)
+            if pack.index not in soon:
+                self.pager.settle(self.pager.piece(pack.index, What.WEIGHTS))
 
     def rest(self) -> None:
         """Let every block's weights go where the plan wants them; the schedule starts anew."""
@@ -483,12 +490,9 @@ class Executor:
         """After a step's backward: what the next forward begins with stays or is read, the rest goes."""
         order = self._forward_ahead()
         near = list(islice(order, NUM_FIRST)) or self._first
-        keep = self.layers.spec.pack_indices(near)
         self._ahead.clear()
-        for pack in keep:
-            if pack in self._loaded:
-                self.unload(pack, keep=True)  # a device's copy of it is old now
-        self._settle_unneeded(keep)
+        # A device's copies are old now.
+        self._settle_unneeded((), soon=self.layers.spec.pack_indices(near))
         self._actions = self._schedule(chain(near, order), Kind.FORWARD)
         for action in self._actions:
             if action.kind is not Kind.READ:

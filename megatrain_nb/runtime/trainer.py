@@ -421,7 +421,7 @@ class Trainer(transformers.Trainer):
             raise ArgumentError(msg)
         reference = read_reference(folder)
         name = reference["checkpoint"]
-        if all(each.name != name for each in self.session.checkpoints()):
+        if name not in every:
             msg = (
                 f"{folder} refers to a checkpoint in {reference['offload_dir']}, and the session in "
                 f"{self.session.preflight.path} has not got it; open mt.init there, or bring it over with "
