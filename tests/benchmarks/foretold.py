@@ -1,9 +1,9 @@
 """Training runs whose figures a forecast should have told before.
 
 Run as ``python -m tests.benchmarks.foretold DIR``; each line on stdin is a case, as JSON (the fields of `Case`
-of ``test_forecast.py``), and answers with one line of JSON; before the first comes a line with the pace at the start.
-Each case has a forked process of its own: memory of one does not count for the next, and torch is imported once. The
-cores of a shared machine are a third faster in one minute than in another, so each answer has the pace of its own minute.
+of ``test_forecast.py``), and answers with one line of JSON. Each case has a forked process of its own: memory of one does
+not count for the next, and torch is imported once. The cores of a shared machine are a third faster in one second than in
+another, so the pace is taken before and after every few steps of which the seconds count.
 """
 
 from __future__ import annotations
@@ -22,21 +22,31 @@ import transformers
 import megatrain_nb as mt
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.offload import offloaded_model
+from megatrain_nb.runtime.probe import _WIDTHS
 from megatrain_nb.runtime.warmup import load_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+PACE_ROWS, _PRODUCTS = 128, 15
+_GROUPS, _STEPS = 5, 2
 
-def pace() -> float:
-    """Return how many matrix products a second the cores make now; in a process that is forked, or torch has threads."""
-    left, right = torch.ones(128, 2048), torch.ones(2048, 2048)
-    taken = []
-    for _ in range(60):
-        start = time.perf_counter()
-        left @ right
-        taken.append(time.perf_counter() - start)
-    return 1 / median(taken)
+
+class Pace:
+    """How fast the cores make the product that the probe times with 128 rows."""
+
+    def __init__(self) -> None:
+        rows, (width, height) = PACE_ROWS, _WIDTHS
+        self._left, self._right = torch.randn(rows, width), torch.randn(height, width)
+
+    def now(self) -> float:
+        """Return operations per second."""
+        taken = []
+        for _ in range(_PRODUCTS):
+            start = time.perf_counter()
+            self._left @ self._right.t()
+            taken.append(time.perf_counter() - start)
+        return 2.0 * PACE_ROWS * self._right.numel() / median(taken)
 
 
 def make_config(family: str, **values: Any) -> Any:
@@ -63,42 +73,37 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
     vocabulary = config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     meter = rss.PeakMeter()
-    seconds, cpu_seconds, reads, writes = [], [], [], []
-    for step in range(given["warm_up"] + given["steps"]):
+
+    def step() -> Any:
         ids = torch.randint(0, vocabulary, (count, batch, length), generator=generator)
-        start, cpu = time.perf_counter(), time.process_time()
-        result = mt.train_step(
-            wrapped, optimizer, [{"input_ids": x, "labels": x} for x in ids]
-        )
-        if step >= given["warm_up"]:
+        window = [{"input_ids": x, "labels": x} for x in ids]
+        return mt.train_step(wrapped, optimizer, window)
+
+    for _ in range(given["warm_up"]):
+        step()
+    meter.restart()
+    results = [step() for _ in range(given["steps"])]
+    peak_bytes = meter.read() - base  # the pace has tensors of its own
+    seconds, paces, pace = [], [], Pace()
+    for _ in range(_GROUPS):
+        before = pace.now()
+        step()  # the disk has rested while the pace was taken
+        for _ in range(_STEPS):
+            start = time.perf_counter()
+            step()
             seconds.append(time.perf_counter() - start)
-            cpu_seconds.append(time.process_time() - cpu)
-            reads.append(result.read_bytes)
-            writes.append(result.written_bytes)
-        elif step == given["warm_up"] - 1:
-            meter.restart()
+        paces.append(mean((before, pace.now())))
     last = offloaded.steps.last
     assert last is not None
     return {
         "seconds": median(seconds),
-        "cpu_seconds": median(cpu_seconds),
-        "peak_bytes": meter.read() - base,
+        "pace": median(paces),
+        "peak_bytes": peak_bytes,
         "base_bytes": base,
-        "pool_bytes": session.pool.peak_bytes,
         # A read ahead, or a write behind, of one step may be counted in the next.
-        "read_bytes": mean(reads),
-        "written_bytes": mean(writes),
-        "all_bytes": [reads, writes],
+        "read_bytes": mean(result.read_bytes for result in results),
+        "written_bytes": mean(result.written_bytes for result in results),
         "causes": last.seconds,
-        "bound": last.bound,
-        "share_of_bound": last.share_of_bound,
-        "reserved_bytes": offloaded.memory.reserved_bytes,
-        "keep_wanted": offloaded.executor.keeping.wanted_bytes,
-        "keep_bytes": offloaded.memory.residency.keep_bytes,
-        "keep_beside": offloaded.memory._keep_beside,
-        "keep_limit": offloaded.executor.keeping.limit_bytes,
-        "working_bytes": offloaded.memory.residency.working_bytes,
-        "resident_bytes": offloaded.memory.residency.resident_bytes,
     }
 
 
@@ -123,15 +128,9 @@ def forked(call: Callable[[], Any]) -> Any:
 def main(directory: str) -> None:
     """Answer each line."""
     load_code()
-    before = forked(pace)
-    print(json.dumps(before), flush=True)
     for line in sys.stdin:
         answer = forked(partial(run, json.loads(line), directory)) or {}
-        after = forked(pace)
-        if answer:
-            answer["pace"] = mean((before, after))
         print(json.dumps(answer), flush=True)
-        before = after
 
 
 if __name__ == "__main__":

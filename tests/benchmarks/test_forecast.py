@@ -140,14 +140,21 @@ def forecast(case: Case, machine: Machine) -> Plan:
     )
 
 
-def at_pace(machine: Machine, pace: float) -> Machine:
-    """Return what a machine makes in a minute when its cores are so much faster than when it was probed."""
+def at_pace(machine: Machine, rate: float) -> Machine:
+    """Return what a machine makes in seconds in which it computes `PACE_ROWS` rows at this rate."""
+    from tests.benchmarks.foretold import PACE_ROWS  # noqa: PLC0415
+
+    pace = rate / machine.flops_per_s(PACE_ROWS, bf16=False)
     return machine.changed(
         fp32_rates=tuple((rows, pace * rate) for rows, rate in machine.fp32_rates),
         bf16_rates=tuple((rows, pace * rate) for rows, rate in machine.bf16_rates),
         memory_bytes_per_s=pace * machine.memory_bytes_per_s,
         fresh_bytes_per_s=pace * machine.fresh_bytes_per_s,
         update_params_per_s=pace * machine.update_params_per_s,
+        split_update_params_per_s=pace * machine.split_update_params_per_s,
+        codec_params_per_s=tuple(
+            (codec, pace * rate) for codec, rate in machine.codec_params_per_s
+        ),
     )
 
 
@@ -169,10 +176,9 @@ def test_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         text=True,
         check=True,
     )
-    start, *measured = map(json.loads, found.stdout.splitlines())
-    answers = dict(zip(CASES, measured, strict=True))
+    answers = dict(zip(CASES, map(json.loads, found.stdout.splitlines()), strict=True))
     plans = {
-        name: forecast(CASES[name], at_pace(machine, answer["pace"] / start))
+        name: forecast(CASES[name], at_pace(machine, answer["pace"]))
         for name, answer in answers.items()
         if answer
     }
@@ -230,7 +236,7 @@ class Table:
             f"{name:<32} {planned / 1e9:7.3f} {peak / 1e9:7.3f} {planned / peak:6.2f} "
             f"{foretold / 1e9:7.3f} {moved / 1e9:7.3f} {off:7.1%} "
             f"{plan.step_seconds:7.3f} {answer['seconds']:7.3f} {ratio:6.2f} {share:8.0%} "
-            f"{plan.seconds['wait']:6.3f} {answer['causes']['wait']:6.3f} {answer['pace']:6.0f}"
+            f"{plan.seconds['wait']:6.3f} {answer['causes']['wait']:6.3f} {answer['pace'] / 1e9:6.0f}"
         )
 
     def __str__(self) -> str:
