@@ -59,6 +59,8 @@ class DiskStore:
         Where packed tiles pass through; None: tiles cannot be packed, nor packed
         ones read. `STAGING_BYTES` for each thread are taken at once and given back by
         `close`.
+    read_only
+        Only pinned tiles are read; the file stays as it is.
 
     Notes
     -----
@@ -82,6 +84,7 @@ class DiskStore:
         on_io: Callable[[IoRecord], None] | None = None,
         pinned: Sequence[Manifest] = (),
         staging: HostPool | None = None,
+        read_only: bool = False,
     ) -> None:
         self.directory = directory
         self.path = directory / DATA_NAME
@@ -104,7 +107,9 @@ class DiskStore:
         with ExitStack() as undo:
             undo.callback(self._give_staging)
             self._take_staging(num_threads)
-            self._file = TileFile(self.path, direct=direct, create=not pinned)
+            self._file = TileFile(
+                self.path, direct=direct, create=not pinned, read_only=read_only
+            )
             undo.callback(self._file.close)
             self._space = Space(self._file, max_bytes, tiles)
             undo.pop_all()

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import stat
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -18,6 +18,7 @@ from megatrain_nb.store.checkpoint import read_checkpoints, sweep, sync_director
 from megatrain_nb.store.disk import DATA_NAME
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 LOCK_NAME = "owner.lock"
@@ -178,6 +179,37 @@ def reclaim(directory: Path) -> int:
             path.unlink()
             return status.st_blocks * 512
     return 0
+
+
+@contextmanager
+def kept_still(directory: Path) -> Iterator[None]:
+    """Let nobody train in a directory while it is read: own it, or share its lock where nothing can be written.
+
+    Raises
+    ------
+    SessionError
+        Another process, or a session of this one, owns the directory.
+    """
+    if os.access(directory, os.W_OK):
+        lock = OwnerLock(directory)
+        try:
+            yield
+        finally:
+            lock.abandon() if lock.took_over else lock.release()
+        return
+    try:
+        fd = os.open(directory / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:  # nobody has been here, or it is not for us to read
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SessionError(_why_owned(directory, _read_owner(fd))) from None
+        yield
+    finally:
+        os.close(fd)
 
 
 def _open_lock(path: Path) -> int:

@@ -25,7 +25,7 @@ from megatrain_nb.store.checkpoint import (
 )
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool, map_pages
-from megatrain_nb.store.owner import OwnerLock
+from megatrain_nb.store.owner import kept_still
 from megatrain_nb.store.packing import STAGING_BYTES
 from megatrain_nb.store.preflight import takes_direct
 from megatrain_nb.units import format_bytes
@@ -103,7 +103,7 @@ def import_checkpoint(
     Parameters
     ----------
     folder
-        What `export_checkpoint` made, or an offload directory with one checkpoint.
+        What `export_checkpoint` made, or an offload directory with one checkpoint; it may be read-only.
     number
         Larger than that of any checkpoint of the store.
     most_bytes
@@ -122,9 +122,8 @@ def import_checkpoint(
     if not folder.is_dir():
         msg = f"{folder} is not a folder"
         raise ArgumentError(msg)
-    lock = OwnerLock(folder)
     with ExitStack() as closing:
-        closing.callback(lock.release)
+        closing.enter_context(kept_still(folder))
         found = read_checkpoints(folder, most_bytes=most_bytes)
         if len(found) != 1:
             msg = f"{folder} holds {len(found)} checkpoints, not one; give a folder that export_checkpoint made"
@@ -138,7 +137,7 @@ def import_checkpoint(
                 "damaged, or max_ram_gb is too small for it"
             )
             raise StoreError(msg)
-        source = _open(folder, packing=pinned.packed, pinned=[pinned])
+        source = _open(folder, packing=pinned.packed, pinned=[pinned], read_only=True)
         closing.callback(source.close)
         manifest = _copy_tiles(pinned, source, store)
         return _write_copy(
@@ -152,7 +151,11 @@ def import_checkpoint(
 
 
 def _open(
-    directory: Path, *, packing: bool, pinned: Sequence[Manifest] = ()
+    directory: Path,
+    *,
+    packing: bool,
+    pinned: Sequence[Manifest] = (),
+    read_only: bool = False,
 ) -> DiskStore:
     """Open a store for copying, past the page cache where that is possible."""
     staging = HostPool(_NUM_THREADS * STAGING_BYTES) if packing else None
@@ -162,6 +165,7 @@ def _open(
         direct=takes_direct(directory),
         pinned=pinned,
         staging=staging,
+        read_only=read_only,
     )
 
 

@@ -146,7 +146,11 @@ def _check_inodes(directory: Path) -> None:
 def _probe(directory: Path, *, direct: bool) -> bool:
     """Write and read a file; return whether it came back as it was written."""
     path = directory / f".megatrain-probe-{os.getpid()}"
-    path.unlink(missing_ok=True)
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        msg = f"nothing can be written in {directory}: {error.strerror}"
+        raise StoreError(msg) from error
     written = np.frombuffer(map_pages(_PROBE_BYTES), np.uint8)
     found = np.frombuffer(map_pages(_PROBE_BYTES), np.uint8)
     written[:] = np.frombuffer(os.urandom(_PROBE_BYTES), np.uint8)

@@ -43,6 +43,8 @@ class TileFile:
         transfer, so that it does not hold RAM that is planned for something else.
     create
         Make the file; it must not exist. Otherwise it must.
+    read_only
+        Nothing is written, and `shrink` leaves it as it is.
 
     Notes
     -----
@@ -53,10 +55,14 @@ class TileFile:
     size_bytes: int
     """Bytes of the file, all of them backed by the disk."""
 
-    def __init__(self, path: Path, *, direct: bool, create: bool) -> None:
+    def __init__(
+        self, path: Path, *, direct: bool, create: bool, read_only: bool = False
+    ) -> None:
         self.path = path
         self.direct = direct
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        self._read_only = read_only
+        flags = os.O_RDONLY if read_only else os.O_RDWR
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         flags |= os.O_DIRECT if direct else os.O_DSYNC
         if create:
             flags |= os.O_CREAT | os.O_EXCL
@@ -122,7 +128,7 @@ class TileFile:
 
     def shrink(self, size_bytes: int) -> None:
         """Give the end of the file back to the disk."""
-        if size_bytes < self.size_bytes:
+        if size_bytes < self.size_bytes and not self._read_only:
             with self._errors("ftruncate"):
                 os.ftruncate(self._fd, size_bytes)
             self.size_bytes = size_bytes

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import tracemalloc
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -31,14 +32,15 @@ from megatrain_nb.store.checkpoint import (
     sweep,
     write_checkpoint,
 )
-from megatrain_nb.store.disk import DiskStore
-from megatrain_nb.store.owner import OwnerLock
+from megatrain_nb.store.disk import DATA_NAME, DiskStore
+from megatrain_nb.store.owner import LOCK_NAME, OwnerLock
 from megatrain_nb.store.parsing import parsed_bytes
 from megatrain_nb.store.portable import export_checkpoint, import_checkpoint
+from megatrain_nb.store.preflight import check_directory
 from tests.store.conformance import get, noise, put
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 MIB = 1 << 20
@@ -331,6 +333,58 @@ def test_a_damaged_tile_is_not_copied(
     assert target.used_bytes == 0
     target.close()
     assert list(other.iterdir()) == []
+
+
+@pytest.fixture
+def read_only(
+    tmp_path_factory: pytest.TempPathFactory, taken: Checkpoint
+) -> Iterator[Path]:
+    """Yield the directory of ``taken``, mounted where nothing can be written."""
+    place = tmp_path_factory.mktemp("read-only")
+    mount = ["mount", "--bind", "-o", "ro", *map(str, (taken.folder.parents[1], place))]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this system mounts nothing: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_import_from_where_nothing_can_be_written(
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    taken: Checkpoint,
+    read_only: Path,
+) -> None:
+    target = DiskStore(tmp_path_factory.mktemp("target"))
+    owner = OwnerLock(taken.folder.parents[1])
+    with pytest.raises(SessionError, match="belongs to another session"):
+        import_checkpoint(read_only, target, number=1, most_bytes=MIB)
+    owner.release()
+    with pytest.raises(ArgumentError, match="nothing can be written"):
+        check_directory(read_only)
+    found = import_checkpoint(read_only, target, number=1, most_bytes=MIB)
+    target.restore(found.manifest, {"x": "0/weights/0/0"})
+    assert np.array_equal(get(target, "x"), noise(9000, 1))
+    target.close()
+
+
+def test_import_leaves_a_folder_as_it_is(
+    tmp_path_factory: pytest.TempPathFactory, taken: Checkpoint
+) -> None:
+    """Nothing is cut off its file, and a dead process's note stays."""
+    directory = taken.folder.parents[1]
+    (directory / LOCK_NAME).write_text('{"step": 7}')
+    with (directory / DATA_NAME).open("ab") as file:
+        file.write(bytes(40960))
+    before = {
+        path: path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
+    target = DiskStore(tmp_path_factory.mktemp("target"))
+    import_checkpoint(directory, target, number=1, most_bytes=MIB)
+    target.close()
+    assert before == {
+        path: path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
 
 
 def test_import_checks_room_and_owner(
