@@ -43,8 +43,6 @@ class InRam:
         Packs that have an update due, and what has been read for it.
     grads
         Packs whose gradient waits in RAM for the update.
-    on_device
-        Packs whose weights are on a device with memory of its own.
     """
 
     loaded: set[int] = field(default_factory=set)
@@ -53,7 +51,6 @@ class InRam:
     due: set[int] = field(default_factory=set)
     for_update: dict[int, list[Share]] = field(default_factory=dict)
     grads: set[int] = field(default_factory=set)
-    on_device: set[int] = field(default_factory=set)
 
     def num_bytes(self, packs: Sequence[PackSpec], residency: Residency) -> int:
         """Return the bytes of all this that does not stay in RAM anyway."""
