@@ -11,7 +11,7 @@ DYNAMIC = "dynamic"
 NAMES = ("8bit", "4bit", "3bit", "2bit", DYNAMIC)
 """What a user may ask for by name."""
 
-EXPERIMENTAL = {"3bit": 0.6, "2bit": 1.9, DYNAMIC: 1.6}
+EXPERIMENTAL = {"3bit": 0.6, "2bit": 1.5, DYNAMIC: 1.3}
 """Names whose loss was over fp32's by more than the project allows (0.5 %), with beta2 0.999 or 0.95: the larger, in
 percent; see docs/codecs.md."""
 
