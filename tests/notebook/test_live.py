@@ -224,6 +224,35 @@ def test_what_was_said_of_an_earlier_run_is_not_said_again(
     another.follow(None)
 
 
+@pytest.mark.parametrize(
+    ("assumed", "probed"), [((), (3e9, 1e9)), (("read_bytes_per_s",), None)]
+)
+def test_what_was_probed_of_the_disk_is_known(
+    shell: Any,
+    fake: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    assumed: tuple[str, ...],
+    probed: Any,
+) -> None:
+    """Read and written apart; what is only assumed is no measurement."""
+    asked: list[Path] = []
+    machine = SimpleNamespace(
+        assumed=assumed, read_bytes_per_s=3e9, write_bytes_per_s=1e9
+    )
+
+    def read_cache(path: Path) -> Any:
+        asked.append(path)
+        return machine
+
+    monkeypatch.setattr("megatrain_nb.runtime.forecast.read_cache", read_cache)
+    run(shell, f"s = %megatrain {INIT}")
+    watch = Watch(shown=True)
+    watch.follow(fake.current)
+    assert watch.snapshot().probed == probed
+    assert asked == [fake.current.preflight.path]
+    watch.follow(None)
+
+
 def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
     watch = Watch(shown=True)
     surface = WidgetSurface(watch, Subshells(None))
@@ -384,6 +413,47 @@ def test_a_view_is_drawn_four_times_a_second_at_most(
     assert 36 <= len(drawn) <= 40  # in ten seconds
     assert min(np.diff(drawn)) > 0.249
     watch.follow(None)
+
+
+def test_a_picture_that_takes_long_comes_less_often(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten milliseconds of CPU each: one a second, so that drawing takes a hundredth of the time."""
+    clock, cpu = [time.perf_counter()], [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.thread_time", lambda: cpu[0])
+    drawn = []
+
+    def show(_: Snapshot) -> None:
+        drawn.append(clock[0])
+        cpu[0] += 0.01
+
+    surface = SimpleNamespace(period_s=HtmlSurface.period_s, show=show)
+    view = View(watch, lambda: cast("Any", surface))
+    clock[0] += 1.0
+    for _ in range(1000):
+        view.refresh()
+        clock[0] += 0.01
+    assert min(np.diff(drawn)[1:]) > 0.99  # but for the first one, which imports
+    assert 10 <= len(drawn) <= 11
+    watch.follow(None)
+
+
+def test_the_first_picture_comes_half_a_second_after_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    drawn = []
+    surface = SimpleNamespace(
+        period_s=HtmlSurface.period_s, show=lambda _: drawn.append(clock[0])
+    )
+    view = View(Watch(shown=True), lambda: cast("Any", surface))
+    while not drawn:
+        view.refresh()
+        clock[0] += 0.05
+        assert clock[0] < 1
+    assert drawn[0] > 0.3  # a cell that trains nothing shows nothing
 
 
 def test_text_comes_at_sensible_intervals(capsys: pytest.CaptureFixture[str]) -> None:
