@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import megatrain_nb as mt
-from megatrain_nb.notebook import chart
+from megatrain_nb.notebook import chart, trainer
 from megatrain_nb.notebook.buttons import NO_ANSWER, Subshells, why_no_buttons
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.notebook.surface import (
@@ -138,7 +138,9 @@ def test_background_returns_a_run_at_once(
 ) -> None:
     monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
     run(shell, f"s = %megatrain {INIT}")
+    begin = time.monotonic()
     result = run(shell, "%%megatrain train --background\ns.train()")
+    assert time.monotonic() - begin < 1.5
     job, session = result.result, shell.user_ns["s"]
     assert job.running
     until(lambda: job.status().num_done >= 2)
@@ -522,6 +524,30 @@ def test_display_is_chosen_by_option_before_the_environment(
     assert "did you mean '--display'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("display", "quiet", "mode"),
+    [
+        (None, False, "html"),
+        (None, True, "none"),  # TrainingArguments(disable_tqdm=True)
+        ("auto", True, "none"),
+        ("html", True, "html"),  # what is asked for counts more
+        ("none", False, "none"),
+    ],
+)
+def test_a_plain_cell_is_quiet_where_that_is_asked_for(
+    shell: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    display: str | None,
+    quiet: bool,
+    mode: str,
+) -> None:
+    monkeypatch.delenv("MEGATRAIN_DISPLAY", raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    for module in ("trainer", "surface"):
+        monkeypatch.setattr(f"megatrain_nb.notebook.{module}.has_kernel", bool)
+    assert trainer._mode(display, quiet=quiet) == mode
+
+
 def test_replay_shows_the_page_and_the_chart(
     shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -572,3 +598,5 @@ def test_the_chart_is_a_plotly_figure() -> None:
     assert len(figure.data) >= 10
     bundle = chart.bundle(full_snapshot())
     assert set(bundle) == {chart.MIME, "text/html", "text/plain"}
+    for loaded in ("<script", "http", "src="):
+        assert loaded not in json.dumps(bundle)
