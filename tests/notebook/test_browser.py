@@ -212,19 +212,19 @@ def test_buttons_answer_in_a_plain_cell(
     assert page.locator("text=Error displaying widget").count() == 0
 
 
+@pytest.mark.parametrize("plain", [False, True])
 def test_where_buttons_would_not_answer_there_are_none(
-    lab: str, browser: Any, tmp_path: Path, answers: bool
+    lab: str, browser: Any, tmp_path: Path, answers: bool, plain: bool
 ) -> None:
     inside = "%%capture --no-display\n" if answers else ""  # a cell that blocks
-    write_notebook(
-        tmp_path / "none.ipynb",
-        SETUP,
-        f"{inside}%%megatrain\ns.train(160, seconds=0.1)",
-    )
+    cell = f"{inside}%%megatrain\ns.train(160, seconds=0.1)"
+    if plain:
+        cell = PLAIN.replace("train(seconds", "train(160, seconds")
+    write_notebook(tmp_path / "none.ipynb", SETUP, cell)
     page = open_notebook(browser, lab, "none.ipynb")
     page.evaluate(SUBSHELLS_OFF)
     command(page, "notebook:run-all-cells")
-    outputs(page).locator("text=/^Step \\d+ of 160$/").wait_for(timeout=20_000)
+    outputs(page).locator("text=/^Step \\d+ of 160$/").wait_for(timeout=120_000)
     outputs(page).locator("text=/no buttons here: /").wait_for(timeout=20_000)
     assert page.get_by_role("button", name="Pause").count() == 0
     page.locator("text=/^done$/").wait_for(timeout=40_000)
