@@ -213,6 +213,23 @@ def test_a_second_session_begins_anew(
     assert first.status().elapsed_s == before  # its time stands still
 
 
+def test_a_second_session_in_the_same_cell_begins_anew(
+    shell: Any, watch: Watch, fake: types.ModuleType
+) -> None:
+    """A plain loop says of no step which training it belongs to."""
+    first = fake.current
+    first.train(3, told=False)
+    assert watch.snapshot().num_done == 3
+    run(shell, f"s = %megatrain {INIT}")
+    watch.follow(fake.current)
+    assert first.callbacks == []
+    assert watch.snapshot().rows == []
+    fake.current.train(2, told=False)
+    snap = watch.snapshot()
+    assert (snap.num_done, [row.step for row in snap.rows]) == (2, [1, 2])
+    watch.follow(None)
+
+
 def test_what_was_said_of_an_earlier_run_is_not_said_again(
     watch: Watch, fake: types.ModuleType
 ) -> None:

@@ -139,9 +139,13 @@ def test_a_save_waits_until_the_step_is_whole(
         loss_of(model, batch(1)).backward()
         session.controls.save(tmp_path / "out")
         session.controls.pause()
-        loss_of(model, batch(2)).backward()  # would wait for ever
+        waited = threading.Timer(20, session.controls.resume)
+        waited.start()
+        loss_of(model, batch(2)).backward()
+        assert session.controls.paused  # and yet this did not wait
         assert exported == []
         assert session.controls.said == "saving after this step"
+        waited.cancel()
         optimizer.step()
         session.controls.resume()
         loss_of(model, batch(3)).backward()
