@@ -283,7 +283,9 @@ def _tier_bar(tier: TierStatus) -> str:
     ends = [min(share, 1.0) for share in (0.0, held, now, max(now, peak))]
     shades = (colour, f"{colour}{_OWN}", f"{colour}{_PEAK}")
     parts = [(b - a, c) for a, b, c in zip(ends, ends[1:], shades, strict=False)]
-    told = f"{now:.0%} now, {peak:.0%} at the peak" if tier.limit_bytes else ""
+    told = f"{now:.0%} now, {peak:.0%} at the peak"
+    if not tier.limit_bytes:
+        told = f"{now:.0%} of the peak now"
     return bar(parts, height=10, title=told)
 
 

@@ -66,10 +66,9 @@ PLAIN = """\
 from megatrain_nb.notebook.trainer import shown
 with shown(s, "widget", quiet=False):
     s.train(seconds=0.1)"""
-# What JupyterLab keeps of a person who has turned subshells off.
-NO_SUBSHELLS = (
-    "home/.jupyter/lab/user-settings/@jupyterlab/apputils-extension/kernels-settings.jupyterlab-settings",
-    '{"commsOverSubshells": "disabled"}',
+# What JupyterLab's setting for it does; Notebook has the setting, but nothing there that would do it.
+SUBSHELLS_OFF = (
+    "() => { window.jupyterapp.serviceManager.kernels.commsOverSubshells = 'disabled' }"
 )
 
 pytestmark = [
@@ -129,8 +128,15 @@ def test_view_in_the_browser(lab: str, browser: Any, tmp_path: Path) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.route("http*://**", lambda route: route.abort())  # there is no network
     page.goto(f"file://{tmp_path}/view.html")
-    page.locator("img[alt^='Loss from']").wait_for(timeout=10_000)
+    curve = page.locator("img[alt^='Loss from']")
+    curve.wait_for(timeout=10_000)
     assert page.locator("text=/^Step 40 of 40$/").count() == 1
+    for width in (700, 1600):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert (
+            curve.bounding_box()["width"] > 380
+        )  # side by side only where there is room
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
 @pytest.mark.parametrize("inside", ["", "%%capture --no-display\n"])
@@ -206,21 +212,19 @@ def test_buttons_answer_in_a_plain_cell(
     assert page.locator("text=Error displaying widget").count() == 0
 
 
+@pytest.mark.parametrize("plain", [False, True])
 def test_where_buttons_would_not_answer_there_are_none(
-    lab: str, browser: Any, tmp_path: Path, answers: bool
+    lab: str, browser: Any, tmp_path: Path, answers: bool, plain: bool
 ) -> None:
     inside = "%%capture --no-display\n" if answers else ""  # a cell that blocks
-    path, settings = NO_SUBSHELLS
-    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / path).write_text(settings)
-    write_notebook(
-        tmp_path / "none.ipynb",
-        SETUP,
-        f"{inside}%%megatrain\ns.train(160, seconds=0.1)",
-    )
+    cell = f"{inside}%%megatrain\ns.train(160, seconds=0.1)"
+    if plain:
+        cell = PLAIN.replace("train(seconds", "train(160, seconds")
+    write_notebook(tmp_path / "none.ipynb", SETUP, cell)
     page = open_notebook(browser, lab, "none.ipynb")
+    page.evaluate(SUBSHELLS_OFF)
     command(page, "notebook:run-all-cells")
-    outputs(page).locator("text=/^Step \\d+ of 160$/").wait_for(timeout=20_000)
+    outputs(page).locator("text=/^Step \\d+ of 160$/").wait_for(timeout=120_000)
     outputs(page).locator("text=/no buttons here: /").wait_for(timeout=20_000)
     assert page.get_by_role("button", name="Pause").count() == 0
     page.locator("text=/^done$/").wait_for(timeout=40_000)

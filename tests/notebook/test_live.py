@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import megatrain_nb as mt
-from megatrain_nb.notebook import chart
+from megatrain_nb.notebook import chart, trainer
 from megatrain_nb.notebook.buttons import NO_ANSWER, Subshells, why_no_buttons
 from megatrain_nb.notebook.snapshot import Snapshot
 from megatrain_nb.notebook.surface import (
@@ -138,7 +138,9 @@ def test_background_returns_a_run_at_once(
 ) -> None:
     monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
     run(shell, f"s = %megatrain {INIT}")
+    begin = time.monotonic()
     result = run(shell, "%%megatrain train --background\ns.train()")
+    assert time.monotonic() - begin < 1.5
     job, session = result.result, shell.user_ns["s"]
     assert job.running
     until(lambda: job.status().num_done >= 2)
@@ -211,6 +213,23 @@ def test_a_second_session_begins_anew(
     assert first.status().elapsed_s == before  # its time stands still
 
 
+def test_a_second_session_in_the_same_cell_begins_anew(
+    shell: Any, watch: Watch, fake: types.ModuleType
+) -> None:
+    """A plain loop says of no step which training it belongs to."""
+    first = fake.current
+    first.train(3, told=False)
+    assert watch.snapshot().num_done == 3
+    run(shell, f"s = %megatrain {INIT}")
+    watch.follow(fake.current)
+    assert first.callbacks == []
+    assert watch.snapshot().rows == []
+    fake.current.train(2, told=False)
+    snap = watch.snapshot()
+    assert (snap.num_done, [row.step for row in snap.rows]) == (2, [1, 2])
+    watch.follow(None)
+
+
 def test_what_was_said_of_an_earlier_run_is_not_said_again(
     watch: Watch, fake: types.ModuleType
 ) -> None:
@@ -222,6 +241,35 @@ def test_what_was_said_of_an_earlier_run_is_not_said_again(
     another.follow(fake.current)
     assert another.snapshot().said == ""
     another.follow(None)
+
+
+@pytest.mark.parametrize(
+    ("assumed", "probed"), [((), (3e9, 1e9)), (("read_bytes_per_s",), None)]
+)
+def test_what_was_probed_of_the_disk_is_known(
+    shell: Any,
+    fake: types.ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    assumed: tuple[str, ...],
+    probed: Any,
+) -> None:
+    """Read and written apart; what is only assumed is no measurement."""
+    asked: list[Path] = []
+    machine = SimpleNamespace(
+        assumed=assumed, read_bytes_per_s=3e9, write_bytes_per_s=1e9
+    )
+
+    def read_cache(path: Path) -> Any:
+        asked.append(path)
+        return machine
+
+    monkeypatch.setattr("megatrain_nb.runtime.forecast.read_cache", read_cache)
+    run(shell, f"s = %megatrain {INIT}")
+    watch = Watch(shown=True)
+    watch.follow(fake.current)
+    assert watch.snapshot().probed == probed
+    assert asked == [fake.current.preflight.path]
+    watch.follow(None)
 
 
 def test_buttons_wait_for_a_session(shell: Any, fake: types.ModuleType) -> None:
@@ -386,6 +434,47 @@ def test_a_view_is_drawn_four_times_a_second_at_most(
     watch.follow(None)
 
 
+def test_a_picture_that_takes_long_comes_less_often(
+    watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten milliseconds of CPU each: one a second, so that drawing takes a hundredth of the time."""
+    clock, cpu = [time.perf_counter()], [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.thread_time", lambda: cpu[0])
+    drawn = []
+
+    def show(_: Snapshot) -> None:
+        drawn.append(clock[0])
+        cpu[0] += 0.01
+
+    surface = SimpleNamespace(period_s=HtmlSurface.period_s, show=show)
+    view = View(watch, lambda: cast("Any", surface))
+    clock[0] += 1.0
+    for _ in range(1000):
+        view.refresh()
+        clock[0] += 0.01
+    assert min(np.diff(drawn)[1:]) > 0.99  # but for the first one, which imports
+    assert 10 <= len(drawn) <= 11
+    watch.follow(None)
+
+
+def test_the_first_picture_comes_half_a_second_after_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    drawn = []
+    surface = SimpleNamespace(
+        period_s=HtmlSurface.period_s, show=lambda _: drawn.append(clock[0])
+    )
+    view = View(Watch(shown=True), lambda: cast("Any", surface))
+    while not drawn:
+        view.refresh()
+        clock[0] += 0.05
+        assert clock[0] < 1
+    assert drawn[0] > 0.3  # a cell that trains nothing shows nothing
+
+
 def test_text_comes_at_sensible_intervals(capsys: pytest.CaptureFixture[str]) -> None:
     surface = TextSurface()
     surface.show(Snapshot(doing="line 2: x"))
@@ -452,6 +541,30 @@ def test_display_is_chosen_by_option_before_the_environment(
     assert "did you mean '--display'?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("display", "quiet", "mode"),
+    [
+        (None, False, "html"),
+        (None, True, "none"),  # TrainingArguments(disable_tqdm=True)
+        ("auto", True, "none"),
+        ("html", True, "html"),  # what is asked for counts more
+        ("none", False, "none"),
+    ],
+)
+def test_a_plain_cell_is_quiet_where_that_is_asked_for(
+    shell: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    display: str | None,
+    quiet: bool,
+    mode: str,
+) -> None:
+    monkeypatch.delenv("MEGATRAIN_DISPLAY", raising=False)
+    monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
+    for module in ("trainer", "surface"):
+        monkeypatch.setattr(f"megatrain_nb.notebook.{module}.has_kernel", bool)
+    assert trainer._mode(display, quiet=quiet) == mode
+
+
 def test_replay_shows_the_page_and_the_chart(
     shell: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -502,3 +615,5 @@ def test_the_chart_is_a_plotly_figure() -> None:
     assert len(figure.data) >= 10
     bundle = chart.bundle(full_snapshot())
     assert set(bundle) == {chart.MIME, "text/html", "text/plain"}
+    for loaded in ("<script", "http", "src="):
+        assert loaded not in json.dumps(bundle)

@@ -430,7 +430,7 @@ def test_text_view_prints_few_lines(
     shell: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(shell, f"s = %megatrain {INIT}")
-    run(shell, "%%megatrain\ns.train(20);")
+    run(shell, "%%megatrain\ns.train(20, seconds=0.05);")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
     assert lines[-1].startswith("Step 20 of 20 (done): loss ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 import struct
 import zlib
@@ -16,10 +17,20 @@ from megatrain_nb.notebook.chart import figure_fields
 from megatrain_nb.notebook.layers import disk, maps, prefetch, slowest
 from megatrain_nb.notebook.pictures import (
     ARRIVES,
+    BACKWARD,
+    BLUE,
     FORWARD,
+    GAP,
+    GREEN,
+    GREY,
     LEAVES,
+    ORANGE,
     PASSES,
+    PINK,
+    RED,
+    SKY,
     STAYS,
+    band_heights,
     heat,
     png,
     strip,
@@ -148,6 +159,22 @@ def test_strip_fills_each_block_by_its_bytes() -> None:
     assert cells[:, 3].tolist() == [ON_DISK] * 6 + [LEAVES] * 2
 
 
+def test_strip_has_a_band_for_each_kind_of_bytes() -> None:
+    layout, now = make_layout(resident=0), make_now(computing=(2, "BACKWARD"))
+    now.in_ram[0, 0] = now.arriving[1, 1] = 1000
+    now.leaving[2, 3] = 2000
+    pixels = pixels_of(strip(layout, now))
+    wide = pixels.shape[1] // 4
+    tops = np.cumsum([0, *(height + GAP for height in band_heights(layout).values())])
+    cells = pixels[tops[:4]][:, wide // 2 :: wide]
+    assert cells.tolist() == [
+        [0, 0, BACKWARD, 0],
+        [PASSES, ON_DISK, ON_DISK, ON_DISK],
+        [ON_DISK, ARRIVES, ON_DISK, ON_DISK],
+        [ON_DISK, ON_DISK, ON_DISK, LEAVES],
+    ]
+
+
 @pytest.mark.parametrize("blocks", [1, 4, 82, 203, 1500])
 def test_strip_has_a_column_for_each_block(blocks: int) -> None:
     now = make_now(blocks, (blocks - 1, "FORWARD"))
@@ -164,6 +191,46 @@ def test_heat_is_a_cell_for_each_value() -> None:
     pixels = pixels_of(heat(values, "#e69f00", top=1.0))
     high, wide = pixels.shape[0] // 2, pixels.shape[1] // 2
     assert pixels[::high, ::wide].tolist() == [[0, 16], [32, 32]]
+
+
+def test_maps_have_the_first_layer_on_top() -> None:
+    snap = full_snapshot()
+    ram, wait = (
+        pixels_of(parse(html).images[0]["src"] or "")
+        for html in maps(snap.layout, snap.rows)
+    )
+    high = ram.shape[0] // 4
+    assert ram[::high, 0].tolist() == [32, 22, 11, 0]  # of 32 levels
+    assert wait[::high, 0].tolist() == [0, 32, 0, 0]
+
+
+def test_maps_show_the_last_steps_each_as_one() -> None:
+    """Rows that stand for several steps show their mean."""
+    rows = make_rows(100)
+    for row in rows:
+        row.count, row.stall_s = 5, 5 * row.stall_s
+    layout = make_layout()
+    _, right = maps(layout, rows)
+    assert "step 37<" in right  # the last 64
+    assert "at most 200 ms in a step" in right
+    snap = replace(full_snapshot(), rows=rows)
+    assert "Waited 200 ms a step" in text_of(slowest(layout, rows))
+    heats = [t for t in figure_fields(snap)["data"] if t["type"] == "heatmap"]
+    waited = np.array(heats[1]["z"])
+    assert waited.shape == (4, 64)
+    assert np.allclose(waited[1], 200.0)
+
+
+def test_the_disks_curves_are_read_and_written() -> None:
+    (drawn,) = parse(disk(full_snapshot())).images
+    svg = base64.b64decode((drawn["src"] or "").partition("base64,")[2]).decode()
+    lines = re.findall(r'<polyline points="([^"]*)" fill="none" stroke="([^"]*)"', svg)
+    places = {
+        colour: [float(pair.split(",")[1]) for pair in line.split()]
+        for line, colour in lines
+    }
+    # 1 and 2 GB/s read, half of that written; 2 GB/s is at the top, 5 of 80 pixels below the edge.
+    assert places == {BLUE: [40.0, 5.0], ORANGE: [57.5, 40.0]}
 
 
 def test_the_figures_data_is_what_was_measured() -> None:
@@ -208,14 +275,62 @@ def test_counts_and_rates_are_told() -> None:
     assert "at most 200 ms in a step" in right
 
 
+def test_the_share_of_the_bound_is_that_of_the_busiest() -> None:
+    shown = text_of(page(full_snapshot()))  # of 1 s: 0.8 s of computing, 0.5 s of disk
+    told = "80% of what compute allows (least time a step: compute 800 ms, disk 500 ms)"
+    assert told in shown
+
+
+# Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color vision deficiency" (2009),
+# table 1, the last row: linear RGB as it is seen.
+SEEN_AS = {
+    "all cones": np.eye(3),
+    "no red cones": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "no green cones": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+}
+
+
+def lab_of(colour: str, seen: Any) -> Any:
+    """Return CIE L*a*b* of an sRGB colour, as someone sees it."""
+    value = np.frombuffer(bytes.fromhex(colour[1:]), np.uint8) / 255
+    linear = np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+    to_xyz = [
+        [0.4124, 0.3576, 0.1805],
+        [0.2126, 0.7152, 0.0722],
+        [0.0193, 0.1192, 0.9505],
+    ]
+    xyz = np.array(to_xyz) @ np.clip(seen @ linear, 0, 1) / [0.9505, 1, 1.089]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("seen", SEEN_AS)
+def test_no_two_colours_look_the_same(seen: str) -> None:
+    """An eye tells apart what differs by 2.3; here it is more than three times that for each pair."""
+    every = (BLUE, SKY, ORANGE, PINK, GREEN, RED, GREY)
+    places = [lab_of(colour, np.array(SEEN_AS[seen])) for colour in every]
+    apart = [float(np.linalg.norm(a - b)) for a, b in itertools.combinations(places, 2)]
+    assert min(apart) > 8
+
+
 @pytest.mark.parametrize("blocks", [4, 200])
 def test_whole_page_is_safe_told_and_small(blocks: int) -> None:
-    html = page(full_snapshot(blocks, count=64))
+    html = page(replace(full_snapshot(blocks, count=64), tiers=FULL.tiers))
     tags = parse(html)
     assert tags.seen <= {"div", "span", "b", "table", "tbody", "tr", "td", "img"}
     assert html.isascii()
     assert len(html) < 80_000
     assert all(image["alt"] for image in tags.images)
+    assert len(tags.pictures) >= 5  # bars: steps, causes, reads, two tiers
+    assert all(each["aria-label"] for each in tags.pictures)
     assert all((image["src"] or "").startswith("data:image/") for image in tags.images)
     assert "http" not in html.replace("http://www.w3.org", "")
 

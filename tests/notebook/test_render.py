@@ -54,6 +54,7 @@ class Tags(HTMLParser):
         self.seen: set[str] = set()
         self.open: list[str] = []
         self.images: list[dict[str, str | None]] = []
+        self.pictures: list[dict[str, str | None]] = []  # of divs
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.add(tag)
@@ -61,6 +62,8 @@ class Tags(HTMLParser):
             self.images.append(dict(attrs))
         else:
             self.open.append(tag)
+        if ("role", "img") in attrs:
+            self.pictures.append(dict(attrs))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
@@ -170,6 +173,21 @@ def test_evaluations_are_shown() -> None:
     source = parse(page(snap)).images[0]["src"] or ""
     drawn = base64.b64decode(source.partition("base64,")[2]).decode()
     assert drawn.count("<polyline") == 2
+
+
+def test_text_takes_the_colour_of_the_page() -> None:
+    """Dark or light: no text has a colour of its own, and what is filled shows on both."""
+    html = page(FULL)
+    styles = re.findall(r'style="([^"]*)"', html)
+    said = [part.partition(":") for style in styles for part in style.split(";")]
+    assert "color" not in {name.strip() for name, _, _ in said}
+    fills = {value for name, _, value in said if name.strip().startswith("background")}
+    for fill in fills - {"none"}:
+        if fill.startswith("rgba("):
+            assert float(fill.rstrip(")").split(",")[-1]) < 0.5
+        else:
+            channels = bytes.fromhex(fill[1:7])
+            assert 60 < sum(channels) / 3 < 220
 
 
 def test_unknown_numbers_are_a_dash() -> None:

@@ -17,6 +17,8 @@ from megatrain_nb.runtime.controls import Controls
 from megatrain_nb.runtime.export import save_pretrained
 from tests.runtime.common import (
     TinyLM,
+    batch,
+    loss_of,
     opened,
     plain_step,
     seeded,
@@ -120,6 +122,35 @@ def test_stop_ends_a_plain_loop_after_a_whole_step(tmp_path: Path) -> None:
         plain_step(plain, other, step)
     for name, values in snapshot(plain).items():
         assert torch.allclose(values, streamed[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_save_waits_until_the_step_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for between two micro-batches of one step; and so with a pause."""
+    exported: list[Path] = []
+    monkeypatch.setattr(
+        "megatrain_nb.runtime.steps.save_pretrained",
+        lambda _model, directory: exported.append(directory),
+    )
+    with opened(tmp_path) as session:
+        model, optimizer = wrapped(seeded(TinyLM), lr=1e-2)
+        plain_step(model, optimizer, 0)
+        loss_of(model, batch(1)).backward()
+        session.controls.save(tmp_path / "out")
+        session.controls.pause()
+        waited = threading.Timer(20, session.controls.resume)
+        waited.start()
+        loss_of(model, batch(2)).backward()
+        assert session.controls.paused  # and yet this did not wait
+        assert exported == []
+        assert session.controls.said == "saving after this step"
+        waited.cancel()
+        optimizer.step()
+        session.controls.resume()
+        loss_of(model, batch(3)).backward()
+        assert exported == [tmp_path / "out"]
+        assert session.controls.said == f"saved step 2 to {tmp_path / 'out'}"
 
 
 class Person(transformers.TrainerCallback):

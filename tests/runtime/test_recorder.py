@@ -6,12 +6,14 @@ import threading
 import time
 import tracemalloc
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from megatrain_nb.notebook.chart import figure_fields
+from megatrain_nb.notebook.layers import disk
 from megatrain_nb.notebook.render import page
 from megatrain_nb.notebook.snapshot import Snapshot, fill
 from megatrain_nb.plan.history import History, StepRow
@@ -21,11 +23,12 @@ from megatrain_nb.plan.timeline import Span
 from megatrain_nb.runtime.callbacks import StepResult
 from megatrain_nb.runtime.pager import Pager
 from megatrain_nb.runtime.piece import What
-from megatrain_nb.runtime.recorder import MAX_SPANS, Recorder
+from megatrain_nb.runtime.recorder import MAX_EVALUATIONS, MAX_SPANS, Recorder
 from megatrain_nb.runtime.recording import follow
 from megatrain_nb.store.disk import DiskStore
 from megatrain_nb.store.host import HostPool
 from megatrain_nb.units import format_bytes
+from tests.notebook.test_pictures import make_layout
 from tests.notebook.test_render import text_of
 from tests.runtime.common import (
     TinyLM,
@@ -167,6 +170,59 @@ def test_injected_hits_late_reads_and_misses(setting: Setting) -> None:
     assert waited == pytest.approx(1e3 * row.stall_s, abs=1e-3)
 
 
+def test_injected_tiles_of_an_update(setting: Setting) -> None:
+    """Those that nobody keeps: in time, late, and not read ahead."""
+    pager = setting.pager
+    for pack, missed in ((0, False), (1, False), (2, True)):
+        if pack:
+            setting.store.delay_s = DELAY_S
+        piece = pager.piece(pack, What.WEIGHTS)
+        read = pager.read_tile(piece, 0, pager.tile_numel, patient=True)
+        assert read is not None
+        slab, reading = read
+        while not pack and reading is not None and not reading.done():
+            time.sleep(0.001)
+        pager.wait_for_tile(piece, 0, reading, missed=missed)
+        pager.pool.give(slab)
+    row = setting.row()
+    assert row.hits.tolist() == [1, 0, 0, 0]
+    assert row.late.tolist() == [0, 1, 0, 0]
+    assert row.misses.tolist() == [0, 0, 1, 0]
+    assert row.stall_s[0] == 0
+    assert min(row.stall_s[1:3]) > 0.9 * DELAY_S
+    assert setting.recorder.totals["read_bytes"] == 3 * PIECE / 2
+
+
+def test_seconds_of_known_spans_add_up() -> None:
+    """To the microsecond, for each layer; and so drawn, in ms."""
+    recorder = Recorder()
+    recorder.on_layout(make_layout())
+    for block, outcome, milliseconds in (
+        (0, "hit", 0.0), (1, "late", 120.0), (1, "miss", 3.5), (3, "late", 40.25),
+    ):  # fmt: skip
+        recorder.on_span(
+            Span(
+                kind="NEED", name=f"0/weights/{block}", start_s=5.0, end_s=5.0 + milliseconds / 1e3, outcome=outcome,
+            )
+        )  # fmt: skip
+    for step in (1, 2):  # of the second one nothing is told
+        recorder.on_step_end(
+            StepResult(
+                step=step, loss=1.0, grad_norm=1.0, tokens=1, seconds={"other": 1}
+            )
+        )
+    first, second = recorder.rows()
+    expected = [0, 0.1235, 0, 0.04025]
+    assert first.stall_s == pytest.approx(expected, abs=1e-6)
+    assert not second.stall_s.any()
+    assert recorder.totals["stall_s"] == pytest.approx(0.16375, abs=1e-6)
+    snap = fill(Snapshot(state="done"), recorder)
+    traces = {trace["name"]: trace for trace in figure_fields(snap)["data"]}
+    waited = np.array(traces["waiting"]["z"])
+    assert waited[:, 0] == pytest.approx([0, 123.5, 0, 40.25], abs=1e-3)
+    assert not waited[:, 1].any()
+
+
 def test_residency_and_what_is_on_its_way(setting: Setting) -> None:
     pager, recorder = setting.pager, setting.recorder
     assert recorder.now().in_ram.sum() == 0
@@ -187,6 +243,86 @@ def test_residency_and_what_is_on_its_way(setting: Setting) -> None:
     now = recorder.now()
     assert now.in_ram.sum() == now.arriving.sum() == now.leaving.sum() == 0
     assert recorder.totals["written_bytes"] == PIECE
+
+
+def test_what_passed_over_a_link_adds_up() -> None:
+    """Two copies to the device and one back; its first block was there for half of the step."""
+    clock = [100.0]
+    recorder = Recorder(clock=lambda: clock[0])
+    recorder.on_layout(replace(make_layout(resident=0), in_place=False))
+    names = make_layout().pack_names
+    for kind, pack, end_s, num_bytes in (
+        ("ONLOAD", 0, 101.0, 1000),
+        ("ONLOAD", 1, 102.0, 1000),
+        ("UNLOAD", 0, 103.0, 0),
+        ("OFFLOAD", 1, 103.5, 500),
+    ):
+        seconds = 0.25 if num_bytes else 0.0
+        recorder.on_span(
+            Span(kind=kind, name=names[pack], start_s=end_s - seconds, end_s=end_s, num_bytes=num_bytes)
+        )  # fmt: skip
+    clock[0] = 104.0
+    assert recorder.now().on_device.tolist() == [False, True, False, False]
+    for step in (1, 2):
+        recorder.on_step_end(
+            StepResult(
+                step=step, loss=1.0, grad_norm=1.0, tokens=1, seconds={"other": 4}
+            )
+        )
+    first, second = recorder.rows()
+    assert (first.link_bytes, first.link_s) == (2500, 0.75)
+    assert (second.link_bytes, second.link_s) == (0, 0)
+    assert first.on_device == pytest.approx([0.5, 0.5, 0, 0])
+    assert sum(each[3] for each in recorder.bandwidth()) * 0.5 == 2500
+    snap = fill(Snapshot(state="training"), recorder)
+    snap.totals["read_bytes"] = 1
+    assert f"link {format_bytes(2500 / 0.75)}/s" in text_of(disk(snap))
+
+
+def test_the_last_step_is_drawn_from_its_own_spans() -> None:
+    clock = [0.0]
+    recorder = Recorder(clock=lambda: clock[0])
+    recorder.on_layout(make_layout())
+    for step in (1, 2, 3):
+        recorder.on_span(
+            Span(kind="BACKWARD", name="model.layers.2", start_s=clock[0] + 0.25, end_s=clock[0] + step / 4 + 0.25)
+        )  # fmt: skip
+        clock[0] += 2.0
+        recorder.on_step_end(StepResult(step=step, loss=1.0, grad_norm=1.0, tokens=1))
+    assert recorder.last_step() == [("BACKWARD", 2, 0.25, 1.0)]
+
+
+def moment(kind: str, key: str, num_bytes: int) -> Span:
+    now = time.perf_counter()
+    return Span(kind=kind, name=key, start_s=now, end_s=now, num_bytes=num_bytes)
+
+
+def test_what_arrives_or_leaves_is_in_no_tier() -> None:
+    """Tile by tile: only when all of a piece has landed it is in RAM, and not while it is written."""
+    recorder = Recorder()
+    recorder.on_layout(make_layout(resident=0))
+    seen = []
+    for kind, key, num_bytes in (
+        ("ENTER", "0/weights/2", 1000),
+        ("READ", "0/weights/2/0", 600),
+        ("READ", "0/weights/2/1", 400),
+        ("LEAVE", "0/weights/2", 1000),
+        ("WRITE", "0/weights/2/0", 600),
+        ("WRITE", "0/weights/2/1", 400),
+    ):
+        recorder.on_span(moment(kind, key, num_bytes))
+        now = recorder.now()
+        parts = (now.in_ram, now.arriving, now.leaving)
+        assert not any(part[1:].any() or part[0, [0, 1, 3]].any() for part in parts)
+        seen.append(tuple(int(part[0, 2]) for part in parts))
+    assert seen == [
+        (0, 1000, 0),
+        (0, 1000, 0),
+        (1000, 0, 0),
+        (0, 0, 1000),
+        (0, 0, 400),
+        (0, 0, 0),
+    ]
 
 
 @pytest.mark.parametrize("resident", [0, 9000])
@@ -327,6 +463,22 @@ def test_spans_and_bins_stay_bounded() -> None:
         )
     assert len(recorder.last_spans()) == MAX_SPANS
     assert len(recorder.bandwidth()) == 120
+
+
+def test_what_one_step_or_many_trainings_tell_stays_bounded() -> None:
+    recorder = Recorder()
+    for training in range(300):
+        recorder.on_train_begin(1)
+        for step in range(300 if training == 299 else 1):
+            recorder.on_evaluate(step, {"eval_loss": 1.0})
+        result = StepResult(step=training, loss=1.0, grad_norm=1.0, tokens=1)
+        recorder.on_step_end(result)
+    assert len(recorder.evaluations) == MAX_EVALUATIONS
+    assert len(recorder.earlier) == 8
+    for _ in range(30_000):
+        for kind in ("READ", "WRITE"):
+            recorder.on_span(moment(kind, "0/weights/0/0", 1))
+    assert len(recorder._reads) == len(recorder._writes) == 20_000
 
 
 def test_gradients_of_the_step_before_are_not_read_again(tmp_path: Path) -> None:

@@ -10,7 +10,11 @@ import pytest
 
 import megatrain_nb as mt
 from megatrain_nb.plan.history import StepRow
+from megatrain_nb.plan.timeline import Span
+from megatrain_nb.runtime.callbacks import StepResult
+from megatrain_nb.runtime.recorder import Recorder
 from megatrain_nb.runtime.recording import load
+from tests.notebook.test_pictures import make_layout
 from tests.runtime.common import TinyLM, opened, seeded, window_step, wrapped
 
 if TYPE_CHECKING:
@@ -45,6 +49,36 @@ def test_what_is_read_back_is_what_was_written(tmp_path: Path) -> None:
             assert np.array_equal(getattr(row, name), getattr(other, name))
         assert np.allclose(row.in_ram, other.in_ram, atol=1e-6)
         assert np.allclose(row.stall_s, other.stall_s, atol=1e-6)
+
+
+def test_totals_of_a_replay_are_those_of_the_run(tmp_path: Path) -> None:
+    lines: list[dict[str, Any]] = [{"recording": {"format": 1}}]
+    recorder = Recorder(write=lines.append)
+    recorder.on_layout(make_layout())
+    recorder.on_train_begin(1)
+
+    def need(outcome: str, seconds: float) -> None:
+        recorder.on_span(
+            Span(kind="NEED", name="0/grads/2", start_s=0, end_s=seconds, outcome=outcome)
+        )  # fmt: skip
+
+    need("late", 0.25)
+    recorder.on_step_end(
+        StepResult(step=1, loss=1.0, grad_norm=1.0, tokens=1, read_bytes=3000)
+    )
+    need("miss", 0.5)  # paid after the last step
+    recorder.on_train_end()
+    path = tmp_path / "run.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    whole = load(path)
+    assert whole.ended
+    assert whole.recorder.totals == recorder.totals
+    assert (recorder.totals["late"], recorder.totals["miss"]) == (1, 1)
+
+    path.write_text("\n".join(map(json.dumps, lines[:-1])))
+    totals = load(path).recorder.totals
+    found = [totals[name] for name in ("hit", "late", "miss", "stall_s", "read_bytes")]
+    assert found == [0, 1, 0, 0.25, 3000]
 
 
 def test_a_last_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
@@ -88,6 +122,11 @@ def test_trace_holds_the_spans_without_overlap(tmp_path: Path) -> None:
     assert sum(event["args"]["bytes"] for event in reads) == sum(
         span.num_bytes for span in recorder.spans if span.kind == "READ"
     )
+    seconds = sum(span.seconds for span in recorder.spans if span.kind == "READ")
+    assert sum(e["dur"] for e in reads) == pytest.approx(1e6 * seconds, rel=1e-2)
+    begin, end = recorder.spans[0].start_s, recorder.spans[-1].end_s
+    last = max(event["ts"] + event["dur"] for event in events)
+    assert last == pytest.approx(1e6 * (end - begin), rel=0.1)  # microseconds
     assert "weights of layers.0, tile 0" in {e["name"].split(" ", 1)[1] for e in reads}
     lanes: dict[int, float] = {}
     for event in events:
