@@ -28,16 +28,17 @@ from megatrain_nb.runtime.warmup import load_code
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PACE_ROWS, _PRODUCTS = 128, 15
+_PRODUCTS = 15
 _GROUPS, _STEPS = 5, 2
 
 
 class Pace:
-    """How fast the cores make the product that the probe times with 128 rows."""
+    """How fast the cores make the product that the probe times, with as many rows as a micro-batch has tokens."""
 
-    def __init__(self) -> None:
-        rows, (width, height) = PACE_ROWS, _WIDTHS
-        self._left, self._right = torch.randn(rows, width), torch.randn(height, width)
+    def __init__(self, rows: int, dtype: torch.dtype) -> None:
+        width, height = _WIDTHS
+        self._left = torch.randn(rows, width).to(dtype)
+        self._right = torch.randn(height, width).to(dtype)
 
     def now(self) -> float:
         """Return operations per second."""
@@ -46,7 +47,7 @@ class Pace:
             start = time.perf_counter()
             self._left @ self._right.t()
             taken.append(time.perf_counter() - start)
-        return 2.0 * PACE_ROWS * self._right.numel() / median(taken)
+        return 2.0 * len(self._left) * self._right.numel() / median(taken)
 
 
 def make_config(family: str, **values: Any) -> Any:
@@ -84,7 +85,8 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
     meter.restart()
     results = [step() for _ in range(given["steps"])]
     peak_bytes = meter.read() - base  # the pace has tensors of its own
-    seconds, paces, pace = [], [], Pace()
+    seconds, paces = list[float](), list[float]()
+    pace = Pace(batch * length, getattr(torch, given["dtype"]))
     for _ in range(_GROUPS):
         before = pace.now()
         step()  # the disk has rested while the pace was taken

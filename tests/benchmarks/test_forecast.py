@@ -140,11 +140,10 @@ def forecast(case: Case, machine: Machine) -> Plan:
     )
 
 
-def at_pace(machine: Machine, rate: float) -> Machine:
-    """Return what a machine makes in seconds in which it computes `PACE_ROWS` rows at this rate."""
-    from tests.benchmarks.foretold import PACE_ROWS  # noqa: PLC0415
-
-    pace = rate / machine.flops_per_s(PACE_ROWS, bf16=False)
+def at_pace(machine: Machine, case: Case, rate: float) -> Machine:
+    """Return what a machine makes in seconds in which it computes the rows of a case's micro-batch at this rate."""
+    batch, length, _ = case.window
+    pace = rate / machine.flops_per_s(batch * length, bf16=case.dtype == "bfloat16")
     return machine.changed(
         fp32_rates=tuple((rows, pace * rate) for rows, rate in machine.fp32_rates),
         bf16_rates=tuple((rows, pace * rate) for rows, rate in machine.bf16_rates),
@@ -178,7 +177,7 @@ def test_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     answers = dict(zip(CASES, map(json.loads, found.stdout.splitlines()), strict=True))
     plans = {
-        name: forecast(CASES[name], at_pace(machine, answer["pace"]))
+        name: forecast(CASES[name], at_pace(machine, CASES[name], answer["pace"]))
         for name, answer in answers.items()
         if answer
     }

@@ -138,10 +138,10 @@ def test_background_returns_a_run_at_once(
 ) -> None:
     monkeypatch.setenv("MEGATRAIN_DISPLAY", "html")
     run(shell, f"s = %megatrain {INIT}")
-    begin = time.monotonic()
     result = run(shell, "%%megatrain train --background\ns.train()")
-    assert time.monotonic() - begin < 1.5
     job, session = result.result, shell.user_ns["s"]
+    # Steps take 12 ms: less than a second of training, however slow the machine is.
+    assert session.step < 80
     assert job.running
     until(lambda: job.status().num_done >= 2)
     assert repr(job).startswith("<Run Step ")
