@@ -126,13 +126,12 @@ class OwnerLock:
         while True:
             fd = _open_lock(self.path)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _flock(fd, fcntl.LOCK_EX, self.directory)
                 if _is_file(fd, self.path):
                     return fd
-            except BlockingIOError:
-                owner = _read_owner(fd)
+            except SessionError:
                 os.close(fd)
-                raise SessionError(_why_owned(self.directory, owner)) from None
+                raise
             except OSError as error:
                 os.close(fd)
                 msg = (
@@ -203,13 +202,18 @@ def kept_still(directory: Path) -> Iterator[None]:
         yield
         return
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SessionError(_why_owned(directory, _read_owner(fd))) from None
+        _flock(fd, fcntl.LOCK_SH, directory)
         yield
     finally:
         os.close(fd)
+
+
+def _flock(fd: int, how: int, directory: Path) -> None:
+    """Lock at once; raise SessionError that says who owns the directory where another does."""
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SessionError(_why_owned(directory, _read_owner(fd))) from None
 
 
 def _open_lock(path: Path) -> int:

@@ -137,7 +137,7 @@ def import_checkpoint(
                 "damaged, or max_ram_gb is too small for it"
             )
             raise StoreError(msg)
-        source = _open(folder, packing=pinned.packed, pinned=[pinned], read_only=True)
+        source = _open(folder, packing=pinned.packed, pinned=[pinned])
         closing.callback(source.close)
         manifest = _copy_tiles(pinned, source, store)
         return _write_copy(
@@ -151,13 +151,9 @@ def import_checkpoint(
 
 
 def _open(
-    directory: Path,
-    *,
-    packing: bool,
-    pinned: Sequence[Manifest] = (),
-    read_only: bool = False,
+    directory: Path, *, packing: bool, pinned: Sequence[Manifest] = ()
 ) -> DiskStore:
-    """Open a store for copying, past the page cache where that is possible."""
+    """Open a store for copying, past the page cache where that is possible; what is pinned is only read."""
     staging = HostPool(_NUM_THREADS * STAGING_BYTES) if packing else None
     return DiskStore(
         directory,
@@ -165,7 +161,7 @@ def _open(
         direct=takes_direct(directory),
         pinned=pinned,
         staging=staging,
-        read_only=read_only,
+        read_only=bool(pinned),
     )
 
 

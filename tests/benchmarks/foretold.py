@@ -22,32 +22,13 @@ import transformers
 import megatrain_nb as mt
 from megatrain_nb.runtime import rss
 from megatrain_nb.runtime.offload import offloaded_model
-from megatrain_nb.runtime.probe import _WIDTHS
+from megatrain_nb.runtime.probe import product_rate
 from megatrain_nb.runtime.warmup import load_code
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_PRODUCTS = 15
-_GROUPS, _STEPS = 5, 2
-
-
-class Pace:
-    """How fast the cores make the product that the probe times, with as many rows as a micro-batch has tokens."""
-
-    def __init__(self, rows: int, dtype: torch.dtype) -> None:
-        width, height = _WIDTHS
-        self._left = torch.randn(rows, width).to(dtype)
-        self._right = torch.randn(height, width).to(dtype)
-
-    def now(self) -> float:
-        """Return operations per second."""
-        taken = []
-        for _ in range(_PRODUCTS):
-            start = time.perf_counter()
-            self._left @ self._right.t()
-            taken.append(time.perf_counter() - start)
-        return 2.0 * len(self._left) * self._right.numel() / median(taken)
+_GROUPS, _STEPS, _PACE_S = 5, 2, 0.075
 
 
 def make_config(family: str, **values: Any) -> Any:
@@ -86,15 +67,16 @@ def run(given: dict[str, Any], directory: str) -> dict[str, Any]:
     results = [step() for _ in range(given["steps"])]
     peak_bytes = meter.read() - base  # the pace has tensors of its own
     seconds, paces = list[float](), list[float]()
-    pace = Pace(batch * length, getattr(torch, given["dtype"]))
+    dtype, cpu = getattr(torch, given["dtype"]), torch.device("cpu")
+    pace = partial(product_rate, batch * length, dtype, cpu, most_s=_PACE_S)
     for _ in range(_GROUPS):
-        before = pace.now()
+        before = pace()
         step()  # the disk has rested while the pace was taken
         for _ in range(_STEPS):
             start = time.perf_counter()
             step()
             seconds.append(time.perf_counter() - start)
-        paces.append(mean((before, pace.now())))
+        paces.append(mean((before, pace())))
     last = offloaded.steps.last
     assert last is not None
     return {

@@ -376,15 +376,16 @@ def test_import_leaves_a_folder_as_it_is(
     (directory / LOCK_NAME).write_text('{"step": 7}')
     with (directory / DATA_NAME).open("ab") as file:
         file.write(bytes(40960))
-    before = {
-        path: path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
+
+    def contents() -> dict[Path, bytes]:
+        files = (path for path in directory.rglob("*") if path.is_file())
+        return {path: path.read_bytes() for path in files}
+
+    before = contents()
     target = DiskStore(tmp_path_factory.mktemp("target"))
     import_checkpoint(directory, target, number=1, most_bytes=MIB)
     target.close()
-    assert before == {
-        path: path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
+    assert contents() == before
 
 
 def test_import_checks_room_and_owner(
