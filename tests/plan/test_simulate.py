@@ -259,14 +259,14 @@ def test_what_blocks_keep_may_take_the_room_of_what_streams() -> None:
     packs = tuple(pack_params(i, f"layer.{i}", [("w", (numel,))]) for i in range(6))
     blocks = tuple(BlockSpec(index=i, name=str(i), packs=(i,)) for i in range(6))
     spec = ModelSpec(blocks=blocks, packs=packs)
-    residency = Residency(working_bytes=round(0.72 * streaming_bytes(spec)))
+    room = round(0.72 * streaming_bytes(spec))
     times = [BlockTimes(0.02, 0.0, 0.04)] * 6
 
-    def seconds(lent: dict[int, int]) -> float:
+    def seconds(lent: dict[int, int], room: int = room) -> float:
         return (
             Simulation(
                 spec,
-                residency,
+                Residency(working_bytes=room),
                 range(6),
                 times,
                 make_machine(1e9),
@@ -279,6 +279,11 @@ def test_what_blocks_keep_may_take_the_room_of_what_streams() -> None:
 
     assert seconds({}) == seconds(dict.fromkeys(range(6), 0))
     assert seconds(dict.fromkeys(range(6), numel // 2)) > seconds({})
+    # For a part of the step it is as if there were less room.
+    for block in range(5):
+        assert seconds({block: numel}) >= seconds({})
+        assert seconds({block: 4 * numel}) > seconds({})
+        assert seconds({block: 4 * numel}) < seconds({}, room - 4 * numel)
 
 
 def test_it_says_the_same_each_time() -> None:
