@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from megatrain_nb.errors import ArgumentError
+from megatrain_nb.plan.model import TILE_NUMEL
 from megatrain_nb.units import format_bytes, format_count
 
 if TYPE_CHECKING:
@@ -134,7 +135,10 @@ class Machine:
         return rate
 
     def update_seconds(self, pack: PackSpec) -> float:
-        """Return how long the update of a pack takes on the host."""
+        """Return how long the update of a pack takes on the host: the kernels, and what leads to each tile's."""
+        return -(-pack.numel // TILE_NUMEL) * _TILE_S + self._kernel_seconds(pack)
+
+    def _kernel_seconds(self, pack: PackSpec) -> float:
         wide = self.update_params_per_s
         rate = self.split_update_params_per_s if pack.split else wide
         if not pack.encoded:
@@ -300,6 +304,9 @@ _UPDATE_BYTES, _SPLIT_UPDATE_BYTES = 28, 32
 # Encoded moments pass fewer bytes and compute more: as fast as fp32 with one or two codes in a byte, about half as fast
 # with others (docs/codecs.md).
 _CODEC_SPEED = {"8bit": 1.0, "4bit": 1.0, "3bit": 0.55, "2bit": 0.6}
+
+# What Python does for each tile of an update. Measured (docs/forecast.md).
+_TILE_S = 0.5e-3
 
 _TOLD = {"name", "assumed"}  # what is no figure
 

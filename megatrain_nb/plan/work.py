@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.shape import Part, Shape
     from megatrain_nb.plan.simulate import Simulated
 
-# On a CPU: what a call costs however few tokens it has (Python, torch's dispatch). Measured (docs/forecast.md).
-_FORWARD_CALL_S, _BACKWARD_CALL_S = 1.5e-3, 3.5e-3
+# On a CPU: what a call costs however few tokens it has (Python, torch's dispatch), and what a step does besides for each
+# block. Measured (docs/forecast.md).
+_FORWARD_CALL_S, _BACKWARD_CALL_S, _STEP_S = 2.5e-3, 1.5e-3, 1.1e-3
 
 # Pages of 4 KiB that the heap gives back and gets again, in bytes per second: 0.4 and 2.0 us each, measured.
 _HEAP_BYTES_PER_S = 1.7e9
@@ -160,7 +161,7 @@ class ModelWork:
         """Return the seconds of forward, of what is computed again, and of backward for a whole window."""
         choices, machine = self._choices, self._machine
         window, count = choices.window, choices.window.accumulation
-        work = block_work(self._shape, part, window)
+        work = block_work(self._shape, part, window, bf16=choices.bf16)
         products = sum(self._product_s(*each) for each in work.products)
         forward, backward = products, 2 * products
         if machine.in_place:
@@ -175,7 +176,7 @@ class ModelWork:
             )
             landed = numel * (16 * count + 4 * (count - 1) + 4) / count
             backward += 2 * rest + landed / machine.memory_bytes_per_s
-            backward += _BACKWARD_CALL_S
+            backward += _BACKWARD_CALL_S + _STEP_S / count
             logits, gradients = self._fresh_bytes(part)
             forward += logits / machine.fresh_bytes_per_s
             backward += (logits + gradients) / machine.fresh_bytes_per_s

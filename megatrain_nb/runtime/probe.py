@@ -48,9 +48,12 @@ logger = logging.getLogger("megatrain_nb")
 
 _TILE_BYTES = 4 * TILE_NUMEL
 _IN_FLIGHT = 6
-_ROWS = (32, 128, 512, 2048)
+_ROWS = (8, 32, 128, 512, 2048)
 _MOST_S = 0.4  # that one figure is measured
 _WIDTHS = (1024, 2816)  # of the matrix in a product: a small model's MLP
+
+# While memory is in pieces, the kernel joins huge pages for whoever asks, at 1 GB/s; then they come and go at twenty.
+_UNTIL_HUGE = 8
 
 
 def probe(offload_dir: str | Path | None = None, *, refresh: bool = False) -> Machine:
@@ -140,13 +143,21 @@ def _compute(device: torch.device) -> dict[str, object]:
 def product_rate(
     rows: int, dtype: torch.dtype, device: torch.device, *, most_s: float = _MOST_S
 ) -> float:
-    """Return the operations per second of a matrix product with so many rows, tried for at most ``most_s`` seconds."""
+    """Return the operations per second of a layer's matrix products with so many rows, tried for ``most_s`` seconds.
+
+    Those of a forward and a backward: what comes out, and the gradients of what went in and of the weights.
+    """
     width, height = _WIDTHS if device.type == "cpu" else (8192, 8192)
-    left = torch.randn(rows, width, device=device).to(dtype)
-    right = torch.randn(height, width, device=device).to(dtype)
+    taken = torch.randn(rows, width, device=device).to(dtype)
+    weights = torch.randn(height, width, device=device).to(dtype)
+    gradient = torch.randn(rows, height, device=device).to(dtype)
+
+    def work() -> tuple[torch.Tensor, ...]:
+        return taken @ weights.t(), gradient @ weights, gradient.t() @ taken
+
     with torch.no_grad():
-        seconds = _median_s(lambda: left @ right.t(), device, most_s=most_s)
-    return 2.0 * rows * width * height / seconds
+        seconds = _median_s(work, device, most_s=most_s)
+    return 6.0 * rows * width * height / seconds
 
 
 def _memory() -> dict[str, object]:
@@ -155,7 +166,13 @@ def _memory() -> dict[str, object]:
     seconds = _median_s(lambda: target.copy_(source), torch.device("cpu"))
     cpu = torch.device("cpu")
     again = _median_s(lambda: target.fill_(1.0), cpu)
-    fresh = _median_s(lambda: torch.empty_like(source).fill_(1.0), cpu)
+
+    def fill() -> None:
+        torch.empty_like(source).fill_(1.0)
+
+    for _ in range(_UNTIL_HUGE):
+        fill()
+    fresh = _median_s(fill, cpu)
     return {
         "memory_bytes_per_s": 2 * source.nbytes / seconds,
         "fresh_bytes_per_s": source.nbytes / max(fresh - again, 1e-6),

@@ -111,7 +111,7 @@ def test_what_fits_in_ram_adds_nothing_to_the_computing() -> None:
     assert {span.kind for span in plan.spans} == {"FORWARD", "BACKWARD", "STEP"}
     times = plan.work.times(frozenset(range(len(plan.spec.blocks))))
     computing = sum(each.forward_s + each.backward_s for each in times)
-    update = plan.spec.num_params / plan.machine.update_params_per_s
+    update = sum(map(plan.machine.update_seconds, plan.spec.packs))
     assert plan.step_seconds == pytest.approx(computing + update, rel=1e-3)
 
 
