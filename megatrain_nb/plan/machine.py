@@ -55,8 +55,8 @@ class Machine:
         The link to the device and back from page-locked memory, and from ordinary memory; 0 without a device.
     read_bytes_per_s, write_bytes_per_s, mixed_bytes_per_s
         The disk in the offload directory: alone, and both at once (their sum).
-    io_cpu_s_per_byte
-        Processor time that a byte to or from the disk costs (checksums, system calls).
+    io_lost_s_per_byte
+        Seconds that computing on the host's cores loses for a byte that goes to or from the disk meanwhile.
     update_params_per_s, split_update_params_per_s
         AdamW on the host: fp32 parameters, and those in two halves.
     codec_params_per_s
@@ -86,7 +86,7 @@ class Machine:
     read_bytes_per_s: float
     write_bytes_per_s: float
     mixed_bytes_per_s: float
-    io_cpu_s_per_byte: float = 0.0
+    io_lost_s_per_byte: float = 0.0
     update_params_per_s: float
     split_update_params_per_s: float
     codec_params_per_s: tuple[tuple[str, float], ...] = ()
@@ -393,7 +393,7 @@ def nominal(name: str, figures: Mapping[str, Any]) -> Machine:
         read_bytes_per_s=read,
         write_bytes_per_s=write,
         mixed_bytes_per_s=2 * read * write / (read + write),
-        io_cpu_s_per_byte=1.5e-10,
+        io_lost_s_per_byte=1.5e-10 / int(found["cores"]),
         update_params_per_s=memory / _UPDATE_BYTES,
         split_update_params_per_s=memory / _SPLIT_UPDATE_BYTES,
         codec_params_per_s=tuple(

@@ -13,7 +13,7 @@ from megatrain_nb.plan.choices import spec_of
 from megatrain_nb.plan.device import tail_bytes
 from megatrain_nb.plan.logits import whole_logits_bytes
 from megatrain_nb.plan.own import ROUNDING_BYTES
-from megatrain_nb.plan.work import ModelWork, total_s
+from megatrain_nb.plan.work import ModelWork
 
 if TYPE_CHECKING:
     from megatrain_nb.plan.choices import Choices
@@ -101,11 +101,8 @@ class Plan:
     @cached_property
     def least_seconds(self) -> dict[str, float]:
         """By resource (``compute``, ``disk``, ``link``, ``memory``) the least time that a step takes there."""
-        machine, spec, here = self.machine, self.spec, self.trained - self.tail
-        compute = total_s(self.work.times(self.kept))
-        for pack in self.trained & self.tail:
-            compute += machine.device_update_seconds(spec.packs[pack])
-        return _least(machine, compute, self.simulated, spec, here)
+        updated = self.trained - self.tail
+        return _least(self.machine, self.simulated, self.spec, updated)
 
     @property
     def tail(self) -> frozenset[int]:
@@ -283,13 +280,12 @@ class Plan:
 
 def _least(
     machine: Machine,
-    compute: float,
     done: Simulated,
     spec: ModelSpec,
     updated: frozenset[int],
 ) -> dict[str, float]:
     """Return the least seconds by resource: each alone, without a pause; ``updated`` are the packs of the host's AdamW."""
-    update = done.busy_s["update"]
+    compute, update = done.busy_s["compute"], done.busy_s["update"]
     found = {"compute": compute + update if machine.in_place else compute}
     if done.read_bytes or done.written_bytes:
         found["disk"] = (

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from megatrain_nb.plan.simulate import Simulated
 
 # On a CPU: what a call costs however few tokens it has (Python, torch's dispatch), and what a step does besides for each
-# block. Measured (docs/forecast.md).
-_FORWARD_CALL_S, _BACKWARD_CALL_S, _STEP_S = 2.5e-3, 1.5e-3, 1.1e-3
+# block, and once more where it streams. Measured (docs/forecast.md).
+_FORWARD_CALL_S, _BACKWARD_CALL_S, _STEP_S, _STREAM_S = 2.5e-3, 1.5e-3, 1.1e-3, 2e-3
 
 # Pages of 4 KiB that the heap gives back and gets again, in bytes per second: 0.4 and 2.0 us each, measured.
 _HEAP_BYTES_PER_S = 1.7e9
@@ -95,26 +95,36 @@ class ModelWork:
         kept
             Blocks that keep their activations.
         """
-        machine, on_disk = self._machine, self._choices.on_disk
-        lost_s = 0.0
-        if machine.in_place and residency.disk_bytes:  # blocks compute on the cores
-            traffic = step_traffic(spec, residency, order, on_disk)
-            moved_s = traffic.moved_bytes * machine.io_cpu_s_per_byte
-            # Who packs takes a core for longer: the others wait for its share of a product. Measured on two cores.
-            together = max(1, min(IO_THREADS, machine.cores) // 2)
-            lost_s = moved_s / machine.cores + traffic.packing_cpu_s / together
-        times = self.times(kept, lost_s=lost_s, full=self._is_full(spec, residency))
         return Simulation(
             spec,
             residency,
             order,
-            times,
-            machine,
+            self.times_beside(spec, residency, order, kept),
+            self._machine,
             trained,
             stay,
-            on_disk=on_disk,
+            on_disk=self._choices.on_disk,
             lent=self._lent(residency, order, kept),
         ).run()
+
+    def times_beside(
+        self,
+        spec: ModelSpec,
+        residency: Residency,
+        order: Sequence[int],
+        kept: frozenset[int],
+    ) -> list[BlockTimes]:
+        """Return the seconds of each block for a whole window, while bytes move as this residency makes them."""
+        machine, lost_s = self._machine, 0.0
+        streams = machine.in_place and bool(residency.disk_bytes)
+        if streams:  # blocks compute on the cores that move bytes
+            traffic = step_traffic(spec, residency, order, self._choices.on_disk)
+            lost_s = traffic.moved_bytes * machine.io_lost_s_per_byte
+            lost_s += _STREAM_S * len(order)
+            # Who packs takes a core for longer: the others wait for its share of a product. Measured on two cores.
+            together = max(1, min(IO_THREADS, machine.cores) // 2)
+            lost_s += traffic.packing_cpu_s / together
+        return self.times(kept, lost_s=lost_s, full=self._is_full(spec, residency))
 
     def _lent(
         self, residency: Residency, order: Sequence[int], kept: frozenset[int]

@@ -8,8 +8,10 @@ import logging
 import os
 import platform
 import resource
+import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -283,13 +285,42 @@ def _disk(directory: Path) -> dict[str, object]:
             count * _TILE_BYTES / _stream(move, count) for move in (put, get, mixed)
         ]
         cpu = time.process_time() - cpu
+        lost = _lost_s_per_byte(lambda: _stream(mixed, count), count * _TILE_BYTES)
+    least = cpu / (3 * count * _TILE_BYTES) / physical_cores()
     return {
         "write_bytes_per_s": rates[0],
         "read_bytes_per_s": rates[1],
         "mixed_bytes_per_s": rates[2],
-        "io_cpu_s_per_byte": cpu / (3 * count * _TILE_BYTES),
+        "io_lost_s_per_byte": max(lost, least),
         "disk_bytes": found.free_bytes,
     }
+
+
+def _lost_s_per_byte(move: Callable[[], object], num_bytes: int) -> float:
+    """Return the seconds that products on all cores lose for a byte that moves meanwhile.
+
+    That is more than the processor time of the transfers: what a thread of a product waits for, all of them wait for.
+    """
+    rate = partial(product_rate, 128, torch.float32, torch.device("cpu"))
+    before, stop = rate(), threading.Event()
+
+    def keep_moving() -> int:
+        count = 0
+        while not stop.is_set():
+            move()
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(1) as thread:
+        start = time.perf_counter()
+        counted = thread.submit(keep_moving)
+        try:
+            beside = rate(most_s=2 * _MOST_S)
+        finally:
+            stop.set()
+        moved = counted.result(timeout=60) * num_bytes
+        seconds = time.perf_counter() - start
+    return (1 - beside * 2 / (before + rate())) * seconds / moved
 
 
 def _stream(move: Callable[[int], object], count: int) -> float:
