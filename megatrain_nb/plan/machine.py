@@ -231,6 +231,11 @@ class Machine:
                 "mixed_bytes_per_s",
             ),
             (
+                "for each GB of that, computing loses",
+                f"{1e9 * self.io_lost_s_per_byte:.2g} s",
+                "io_lost_s_per_byte",
+            ),
+            (
                 "AdamW on the host",
                 f"{format_count(self.update_params_per_s)} parameters/s, in halves "
                 f"{format_count(self.split_update_params_per_s)}",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # On a CPU: what a call costs however few tokens it has (Python, torch's dispatch), and what a step does besides for each
 # block, and once more where it streams. Measured (docs/forecast.md).
-_FORWARD_CALL_S, _BACKWARD_CALL_S, _STEP_S, _STREAM_S = 2.5e-3, 1.5e-3, 1.1e-3, 2e-3
+_FORWARD_CALL_S, _BACKWARD_CALL_S, _STEP_S, _STREAM_S = 2.5e-3, 1.5e-3, 1.1e-3, 3e-3
 
 # Pages of 4 KiB that the heap gives back and gets again, in bytes per second: 0.4 and 2.0 us each, measured.
 _HEAP_BYTES_PER_S = 1.7e9

@@ -50,8 +50,8 @@ logger = logging.getLogger("megatrain_nb")
 
 _TILE_BYTES = 4 * TILE_NUMEL
 _IN_FLIGHT = 6
-_ROWS = (8, 32, 128, 512, 2048)
-_MOST_S = 0.4  # that one figure is measured
+_ROWS = (32, 128, 512, 2048)
+_MOST_S = 0.3  # that one figure is measured
 _WIDTHS = (1024, 2816)  # of the matrix in a product: a small model's MLP
 
 # While memory is in pieces, the kernel joins huge pages for whoever asks, at 1 GB/s; then they come and go at twenty.

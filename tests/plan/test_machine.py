@@ -5,6 +5,7 @@ import pytest
 from megatrain_nb.errors import ArgumentError
 from megatrain_nb.plan import catalogue
 from megatrain_nb.plan.machine import Machine, nominal
+from megatrain_nb.plan.model import TILE_NUMEL, pack_params
 
 
 def test_every_machine_of_the_catalogue_is_usable_and_marked_as_assumed() -> None:
@@ -74,3 +75,10 @@ def test_tiers_name_what_there_is() -> None:
         "ram",
         "disk",
     ]
+
+
+def test_an_update_costs_something_for_each_tile() -> None:
+    machine = nominal("box", {}).changed(update_params_per_s=1e9)
+    pack = pack_params(0, "head", [("weight", (5, TILE_NUMEL // 2))])
+    expected = pack.numel / 1e9 + 3 * 0.5e-3
+    assert machine.update_seconds(pack) == pytest.approx(expected)

@@ -12,9 +12,11 @@ from megatrain_nb.plan.activation import Window, block_work, kept_bytes
 from megatrain_nb.plan.choices import Choices, spec_of
 from megatrain_nb.plan.machine import nominal
 from megatrain_nb.plan.memory import plan_residency, working_bytes
-from megatrain_nb.plan.work import ModelWork
+from megatrain_nb.plan.traffic import step_traffic
+from megatrain_nb.plan.work import ModelWork, total_s
 
 if TYPE_CHECKING:
+    from megatrain_nb.plan.machine import Machine
     from megatrain_nb.plan.shape import Part, Shape
 
 WINDOW = Window(batch=1, seq_len=1024, accumulation=2)
@@ -92,3 +94,30 @@ def test_a_full_budget_pays_for_what_the_heap_gives_back() -> None:
         b.total_s for b in work.times(nothing)
     )
     assert seconds[0] - seconds[1] == pytest.approx(lost, rel=0.01)
+
+
+def test_what_moves_takes_time_from_what_computes() -> None:
+    """Each byte what the probe measured, and each block a little; nothing where all is in RAM."""
+    shape = catalogue.model("smollm2-135m")
+    choices = Choices(window=WINDOW, max_ram_bytes=2_000_000_000)
+    spec, nothing = spec_of(shape, choices), frozenset[int]()
+    order = range(len(spec.blocks))
+
+    def compute_s(machine: Machine, limit: int) -> tuple[float, int]:
+        residency = plan_residency(spec, limit_bytes=limit, activation_bytes=0)
+        work = ModelWork(shape, machine, choices)
+        moved = step_traffic(spec, residency, order, choices.on_disk).moved_bytes
+        return total_s(work.times_beside(spec, residency, order, nothing)), moved
+
+    streams, all_there = 500_000_000, 10 * spec.state_bytes
+    free, careful = (replace(MACHINE, io_lost_s_per_byte=lost) for lost in (0.0, 2e-10))
+    (without, moved), (with_it, _) = (
+        compute_s(free, streams),
+        compute_s(careful, streams),
+    )
+    assert moved > 1e9
+    assert with_it - without == pytest.approx(2e-10 * moved)
+    in_ram, nothing_moves = compute_s(careful, all_there)
+    assert nothing_moves == 0
+    assert in_ram == compute_s(free, all_there)[0]
+    assert without - in_ram == pytest.approx(3e-3 * len(spec.blocks))

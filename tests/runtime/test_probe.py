@@ -27,6 +27,8 @@ def test_it_measures_what_it_says(machine: Machine) -> None:
     assert 1e7 < machine.read_bytes_per_s < 1e12
     assert 1e8 < machine.memory_bytes_per_s < 1e13
     assert machine.framework_bytes > 1e8
+    assert 1e-12 < machine.io_lost_s_per_byte < 1e-7
+    assert "io_lost_s_per_byte" not in machine.assumed
 
 
 @pytest.mark.slow
