@@ -285,7 +285,8 @@ def _disk(directory: Path) -> dict[str, object]:
             count * _TILE_BYTES / _stream(move, count) for move in (put, get, mixed)
         ]
         cpu = time.process_time() - cpu
-        lost = _lost_s_per_byte(lambda: _stream(mixed, count), count * _TILE_BYTES)
+        few = min(count, 2 * _IN_FLIGHT)  # a slow disk is not waited for
+        lost = _lost_s_per_byte(lambda: _stream(mixed, few), few * _TILE_BYTES)
     least = cpu / (3 * count * _TILE_BYTES) / physical_cores()
     return {
         "write_bytes_per_s": rates[0],
@@ -305,7 +306,8 @@ def _lost_s_per_byte(move: Callable[[], object], num_bytes: int) -> float:
     before, stop = rate(), threading.Event()
 
     def keep_moving() -> int:
-        count = 0
+        move()
+        count = 1
         while not stop.is_set():
             move()
             count += 1
