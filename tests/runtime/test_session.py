@@ -363,7 +363,8 @@ def test_ram_is_the_pool_and_what_else_the_process_takes(tmp_path: Path) -> None
         window_step(model, optimizer, 1)
         after = session.tiers()["ram"]
         assert after.own_bytes is not None
-        assert after.peak_bytes >= before.used_bytes + 60_000_000
+        # Less what earlier tests freed and the heap gives back meanwhile.
+        assert after.peak_bytes >= before.used_bytes + 40_000_000
         assert after.used_bytes <= after.peak_bytes - 50_000_000
         assert after.used_bytes - after.own_bytes == session.pool.mapped_bytes
         held = torch.ones(16 << 20)
