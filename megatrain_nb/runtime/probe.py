@@ -306,12 +306,12 @@ def _lost_s_per_byte(move: Callable[[], object], num_bytes: int) -> float:
     before, stop = rate(), threading.Event()
 
     def keep_moving() -> int:
-        move()
-        count = 1
-        while not stop.is_set():
+        count = 0
+        while True:
             move()
             count += 1
-        return count
+            if stop.is_set():
+                return count
 
     with ThreadPoolExecutor(1) as thread:
         start = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import re
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import megatrain_nb as mt
+from megatrain_nb.runtime import heap
 from megatrain_nb.runtime.current import current_session, set_current
 from megatrain_nb.runtime.piece import What
 from megatrain_nb.store.tilefile import TileFile
@@ -353,6 +355,9 @@ def test_a_forked_child_deletes_nothing(tmp_path: Path) -> None:
 
 
 def test_ram_is_the_pool_and_what_else_the_process_takes(tmp_path: Path) -> None:
+    # What earlier tests left must not be given back meanwhile, as if this session took less.
+    gc.collect()
+    heap.trim()
     with opened(tmp_path) as session:
         model, optimizer = wrapped(seeded(TinyLM))
         before = session.tiers()["ram"]
@@ -363,8 +368,7 @@ def test_ram_is_the_pool_and_what_else_the_process_takes(tmp_path: Path) -> None
         window_step(model, optimizer, 1)
         after = session.tiers()["ram"]
         assert after.own_bytes is not None
-        # Less what earlier tests freed and the heap gives back meanwhile.
-        assert after.peak_bytes >= before.used_bytes + 40_000_000
+        assert after.peak_bytes >= before.used_bytes + 60_000_000
         assert after.used_bytes <= after.peak_bytes - 50_000_000
         assert after.used_bytes - after.own_bytes == session.pool.mapped_bytes
         held = torch.ones(16 << 20)
